@@ -7,12 +7,13 @@ import doctest
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from podium.errors import ConfigError
-from podium_agents import Toolbox, converse, mcp_tools
+from podium_agents import SessionError, Toolbox, converse, mcp_tools
 from tests.lazy_module import import_when_used
 from tests.unit.rollout.test_runner import lived
 from tests.waits import LONG_S
@@ -25,24 +26,58 @@ def call(name: str, arguments: str) -> dict[str, Any]:
     return {"id": "1", "function": {"name": name, "arguments": arguments}}
 
 
-def test_tools_of_a_server_are_called_and_its_errors_and_its_end_are_told() -> None:
+def test_tools_of_a_server_are_called_and_its_errors_are_told_but_not_its_end() -> None:
     async def play() -> list[str]:
         async with mcp_tools(sys.executable, SERVER, time_limit_s=LONG_S) as tools:
             box = Toolbox(tools)
             assert box.schemas[0]["function"]["description"] == "Look a price up."
             assert box.schemas[0]["function"]["parameters"]["required"] == ["name"]
             said = [call("price", '{"name": "bolt"}'), call("price", '{"name": "nut"}'), call("price", "{}")]
-            said += [call("read", "{}"), call("measure", "{}"), call("die", "{}"), call("price", '{"name": "bolt"}')]
-            return [message["content"] for each in said for message in await box.answer([each])]
+            said += [call("read", "{}"), call("measure", "{}")]
+            contents = [message["content"] for each in said for message in await box.answer([each])]
+            for last in (call("die", "{}"), call("price", '{"name": "bolt"}')):
+                with pytest.raises(SessionError, match=r"the MCP server '.*' gave no answer to a call of"):
+                    await box.answer([last])
+            return contents
 
-    right, wrong, missing, files, structured, dead, after = asyncio.run(play())
+    right, wrong, missing, files, structured = asyncio.run(play())
     assert right == "3"
     assert wrong.startswith("error: ")
     assert "name" in missing
     assert files == "M8 x 20\nfile:///nut.txt\n[image]"
     assert structured == '{"thread": "M8", "length": 20}'
-    for told in (dead, after):
-        assert told.startswith("error: the MCP server")
+
+
+@pytest.mark.parametrize(
+    ("code", "message", "is_told"),
+    [
+        (-32602, "Unknown tool", True),
+        (-32603, "the database is locked", True),
+        (-32603, "Server returned an error response", False),  # a status of HTTP
+        (-32600, "Session terminated", False),
+        (-32000, "Connection closed", False),
+        (None, "All connection attempts failed", False),
+    ],
+)
+def test_what_a_server_answers_is_told_and_a_lost_connection_is_not(
+    code: int | None, message: str, is_told: bool
+) -> None:
+    from mcp import MCPError
+
+    from podium_agents.environments.mcp import _tool
+
+    class Client:
+        async def call_tool(self, *_: Any) -> Any:
+            raise ConnectionError(message) if code is None else MCPError(code, message)
+
+    described = SimpleNamespace(name="price", description="", input_schema={})
+    box = Toolbox([_tool(Client(), described, "x", LONG_S)])
+    if is_told:
+        (answer,) = asyncio.run(box.answer([call("price", "{}")]))
+        assert answer["content"] == f"error: the MCP server 'x': {message}"
+    else:
+        with pytest.raises(SessionError, match=f"the MCP server 'x' gave no answer to a call of price: {message}"):
+            asyncio.run(box.answer([call("price", "{}")]))
 
 
 def test_sessions_that_end_leave_no_server(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ import pytest
 from podium.errors import ConfigError
 from podium.rollout.environments import SessionLimits
 from podium.rollout.sampling import SamplingParams
+from podium_agents import SessionError, Tool, Toolbox
 from podium_agents.environments.runner import Episode, live
 from tests.unit.rollout.service.scripted import scripted
 
@@ -162,6 +163,94 @@ def test_a_server_without_tools_or_schema_and_another_way_to_act_are_named(
     monkeypatch.setattr(server, "step", lambda observation, **_: {"data": {"observation": {"text": "go"}}})
     episode, _ = live_session(OpenEnv("http://x", acts="tools"), "unused")
     assert "has no MCP tools: set environment.options.acts to fields or text" in episode.failure
+
+
+FIRST = {
+    "text": "I act.<|im_end|>",
+    "fields": call("act", direction="up", steps=1),
+    "tools": call("price", name="bolt"),
+}
+
+
+@pytest.mark.parametrize("acts", FIRST)
+@pytest.mark.parametrize("answer", [{"code": "EXECUTION_ERROR"}, {"code": "SESSION_ERROR"}, None, [], ConnectionError])
+def test_what_fails_at_the_server_fails_the_session_however_the_model_acts(
+    server: Server, monkeypatch: pytest.MonkeyPatch, acts: str, answer: Any
+) -> None:
+    async def recv() -> str:
+        if not server.actions:
+            return json.dumps(server.answer)
+        if answer is ConnectionError:
+            raise ConnectionError("it crashed")
+        return json.dumps({"type": "error", "data": {"message": "it crashed", **answer}} if answer else answer)
+
+    monkeypatch.setattr(server, "recv", recv)
+    episode, _ = live_session(OpenEnv("http://x", acts=acts), FIRST[acts], "I give up.<|im_end|>")
+    assert episode.failure.startswith("SessionError: OpenEnv at ws://x/ws")
+    assert ("expected a JSON object" if not answer else "it crashed") in episode.failure
+
+
+@pytest.mark.parametrize(
+    ("acts", "step", "failure"),
+    [
+        ("fields", {"observation": {"text": "up"}, "reward": "much"}, "ValueError"),
+        ("fields", {"observation": {"state": "up"}}, r"environment.options.observation = 'text'"),
+        ("tools", {"observation": ["up"]}, "AttributeError"),
+        (
+            "tools",
+            {"observation": {"result": None, "error": {"error_type": "transport_error", "message": "no route"}}},
+            "OpenEnv at ws://x/ws did not reach the tool price: no route",
+        ),
+    ],
+)
+def test_a_step_that_cannot_be_read_fails_the_session(
+    server: Server, monkeypatch: pytest.MonkeyPatch, acts: str, step: Mapping[str, Any], failure: str
+) -> None:
+    usual = server.recv
+
+    async def recv() -> str:
+        return json.dumps({"type": "observation", "data": step}) if server.actions else await usual()
+
+    monkeypatch.setattr(server, "recv", recv)
+    environment = OpenEnv("http://x", acts=acts, observation="text" if acts == "fields" else "")
+    episode, _ = live_session(environment, FIRST[acts], "I give up.<|im_end|>")
+    assert episode.failure.startswith("SessionError: ") and failure in episode.failure
+
+
+@pytest.mark.parametrize("acts", ["fields", "tools"])
+def test_a_step_has_no_limit_but_the_sessions(server: Server, monkeypatch: pytest.MonkeyPatch, acts: str) -> None:
+    limits: list[Any] = []
+
+    def make_box(tools: list[Tool]) -> Toolbox:
+        limits.extend(entry.time_limit_s for entry in tools)
+        return Toolbox(tools)
+
+    monkeypatch.setattr(module, "Toolbox", make_box)
+    live_session(OpenEnv("http://x", acts=acts), "I give up.<|im_end|>")
+    assert limits and set(limits) == {None}
+
+
+@pytest.mark.parametrize("ends", ["cancelled", "fails"])
+def test_a_late_answer_is_never_taken_for_that_to_another_request(server: Server, ends: str) -> None:
+    """As where a program with a limit of its own gives a step up, and goes on."""
+    answers: list[Mapping[str, Any]] = [{"data": "late"}, {"data": "second"}]
+
+    async def recv() -> str:
+        if ends == "fails" and len(answers) == 2:
+            answers.append({})
+            raise TimeoutError("no answer in time")
+        await asyncio.sleep(0.05)
+        return json.dumps(answers.pop(0))
+
+    async def run() -> None:
+        line = module._Line(server, "ws://x/ws")
+        with contextlib.suppress(TimeoutError, SessionError):
+            await asyncio.wait_for(line.ask({"type": "step"}), 0.01)
+        with pytest.raises(SessionError, match="an earlier request on this connection has had no answer"):
+            await line.ask({"type": "step"})
+
+    server.recv = recv  # type: ignore[method-assign]
+    asyncio.run(run())
 
 
 REAL = """

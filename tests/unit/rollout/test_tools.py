@@ -18,7 +18,7 @@ from typing import Any, Literal
 import pytest
 
 from podium.errors import ConfigError
-from podium_agents import Toolbox, ToolError, in_thread, tool
+from podium_agents import SessionError, Toolbox, ToolError, in_thread, tool
 from podium_agents.environments.calls import session_counts
 from tests.waits import LONG_S, all_end
 
@@ -221,6 +221,39 @@ def variables() -> list[str]:
 def want() -> str:
     """Read a variable."""
     return os.environ["TEST_HF_TOKEN"]
+
+
+def lose() -> str:
+    """Lose the server behind the tool."""
+    raise SessionError("the server is gone")
+
+
+async def lose_in_group() -> str:
+    """Lose the server in a group of tasks."""
+    raise ExceptionGroup("tasks", [ValueError("x"), SessionError("the server is gone")])
+
+
+def recover() -> str:
+    """Tell the model nevertheless."""
+    try:
+        return lose()
+    except SessionError as error:
+        raise ToolError("try again") from error
+
+
+def test_a_tool_can_fail_the_session() -> None:
+    with pytest.raises(SessionError, match="the server is gone"):
+        answer(Toolbox([lose]), "lose")
+    with pytest.raises(SessionError, match="the server is gone"):
+        answer(Toolbox([tool(lose, process=True)]), "lose")
+    with pytest.raises(ExceptionGroup):
+        answer(Toolbox([lose_in_group]), "lose_in_group")
+    assert answer(Toolbox([recover]), "recover") == "error: try again"
+
+
+def test_a_tool_may_have_no_limit_of_its_own() -> None:
+    box = Toolbox([tool(wait, time_limit_s=None), tool(wait, name="apart", time_limit_s=None, process=True)])
+    assert answer(box, "wait", {"seconds": 0.01}) == answer(box, "apart", {"seconds": 0.01}) == "done"
 
 
 def test_a_process_of_a_tool_has_no_secret_that_it_does_not_name(monkeypatch: pytest.MonkeyPatch) -> None:

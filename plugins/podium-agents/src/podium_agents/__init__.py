@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from podium_agents.environments.contract import (
         Environment as Environment,
         Outcome as Outcome,
+        SessionError as SessionError,
         Step as Step,
         Task as Task,
     )

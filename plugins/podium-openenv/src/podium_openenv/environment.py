@@ -12,14 +12,15 @@ from __future__ import annotations
 import asyncio
 import json
 import urllib.request
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from podium.errors import ConfigError, PodiumError
+from podium.exceptions import describe_error
 from podium.extras import install_command
-from podium_agents import Outcome, Tool, Toolbox, ToolError
+from podium_agents import Outcome, SessionError, Tool, Toolbox, ToolError
 from podium_agents.proxies import spare_proxy
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ __all__ = ["OpenEnv"]
 _LONGEST: Final = 100 << 20  # bytes of a message, OpenEnv's own limit
 _ACTS: Final = ("text", "fields", "tools")
 _ACT: Final = "act"  # the tool whose arguments are an action
+_LOST: Final = "transport_error"  # OpenEnv's name for a tool that could not be reached
 _SCHEMA_LIMIT_S: Final = 30.0
 
 
@@ -80,11 +82,12 @@ class OpenEnv:
         """Reset the environment, and let the model act until it is done. Each step's reward is that of its turn."""
         seed = {"seed": task["seed"]} if "seed" in task else {}
         async with self._connected() as socket:
-            episode = _Episode(await self._ask(socket, {"type": "reset", "data": {**self._reset, **seed}}))
+            line = _Line(socket, self._url)
+            episode = _Episode(await self._ask(line, {"type": "reset", "data": {**self._reset, **seed}}))
             first = "\n\n".join(filter(None, [str(task.get("prompt") or ""), self._text(episode.step)]))
             messages: list[Mapping[str, Any]] = [{"role": "user", "content": first}]
-            act = partial(self._act, socket, client, episode)
-            box = None if self._acts == "text" else Toolbox(await self._tools(socket, act))
+            act = partial(self._act, line, client, episode)
+            box = None if self._acts == "text" else Toolbox(await self._tools(line, act))
             for _ in range(self._turns):
                 if episode.is_done:
                     break
@@ -100,28 +103,29 @@ class OpenEnv:
         return Outcome(score=0.0, parts={"done": float(episode.is_done)})
 
     async def _act(
-        self, socket: Any, client: Client, episode: _Episode, action: Mapping[str, Any]
+        self, line: _Line, client: Client, episode: _Episode, action: Mapping[str, Any]
     ) -> Mapping[str, Any]:
         """Take a step. Its reward is that of the model's latest answer."""
         if episode.is_done:
             raise ToolError("the episode is over")
-        episode.step = await self._ask(socket, {"type": "step", "data": dict(action)})
+        episode.step = await self._ask(line, {"type": "step", "data": dict(action)})
         if episode.step.get("reward"):
             client.reward(float(episode.step["reward"]))
         return episode.step
 
-    async def _tools(self, socket: Any, act: Any) -> list[Tool]:
+    async def _tools(self, line: _Line, act: Any) -> list[Tool]:
         """The tools by which the model acts."""
         if self._acts == "fields":
-            return [Tool(_ACT, "Act in the environment.", await self._read_schema(), partial(self._call_act, act))]
-        step = await self._ask(socket, {"type": "step", "data": {"type": "list_tools"}})
+            schema = await self._read_schema()
+            return [_make_tool(_ACT, "Act in the environment.", schema, partial(self._call_act, act))]
+        step = await self._ask(line, {"type": "step", "data": {"type": "list_tools"}})
         described = (step.get("observation") or {}).get("tools")
         if not described:
             raise PodiumError(
                 f"OpenEnv at {self._url} has no MCP tools: set environment.options.acts to fields or text"
             )
         return [
-            Tool(
+            _make_tool(
                 str(entry["name"]), str(entry.get("description") or ""), entry.get("input_schema") or {},
                 partial(self._call_tool, act, str(entry["name"])),
             )
@@ -135,7 +139,10 @@ class OpenEnv:
         step = await self._step(act, {"type": "call_tool", "tool_name": name, "arguments": dict(arguments)})
         observation = step.get("observation") or {}
         if error := observation.get("error"):
-            raise ToolError(str(error.get("message") if isinstance(error, Mapping) else error))
+            what = str(error.get("message") if isinstance(error, Mapping) else error)
+            if isinstance(error, Mapping) and error.get("error_type") == _LOST:
+                raise SessionError(f"OpenEnv at {self._url} did not reach the tool {name}: {what}")
+            raise ToolError(what)
         return _show_result(observation.get("result")) if "result" in observation else self._text(step)
 
     async def _step(self, act: Any, action: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -175,9 +182,8 @@ class OpenEnv:
         finally:
             await socket.close()
 
-    async def _ask(self, socket: Any, message: Mapping[str, Any]) -> Mapping[str, Any]:
-        await socket.send(json.dumps(message))
-        answer = json.loads(await socket.recv())
+    async def _ask(self, line: _Line, message: Mapping[str, Any]) -> Mapping[str, Any]:
+        answer = await line.ask(message)
         if answer.get("type") == "error":
             data = answer.get("data", {})
             what = f"OpenEnv at {self._url}: {data.get('message')} ({data.get('code')})"
@@ -188,7 +194,7 @@ class OpenEnv:
                     f"; environment.options.action = {self._action!r} names the field that gets the answer; with "
                     "environment.options.acts = fields, the model fills all fields of an action"
                 )
-            raise PodiumError(what)
+            raise SessionError(what)
         return answer.get("data", {})
 
     def _text(self, step: Mapping[str, Any]) -> str:
@@ -196,13 +202,47 @@ class OpenEnv:
         if self._observation:
             if self._observation not in observation:
                 fields = ", ".join(observation)
-                raise PodiumError(
+                raise SessionError(
                     f"environment.options.observation = {self._observation!r}: the observation has {fields}"
                 )
             return str(observation[self._observation])
         return json.dumps(
             {name: value for name, value in observation.items() if name != "metadata"}, ensure_ascii=False
         )
+
+
+class _Line:
+    """A connection. Its answers name no request: each is the answer to the earliest request that has none."""
+
+    def __init__(self, socket: Any, url: str) -> None:
+        self._socket, self._url = socket, url
+        self._is_waiting = False
+
+    async def ask(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Send a request, and return the answer to it.
+
+        Raises:
+            SessionError: No answer came; or an earlier request has none, because its caller was cancelled or failed.
+        """
+        if self._is_waiting:
+            raise SessionError(
+                f"OpenEnv at {self._url}: an earlier request on this connection has had no answer, and its late answer "
+                "would be taken for the next one's: raise environment.options.time_limit_s if steps take so long"
+            )
+        text = json.dumps(message)
+        self._is_waiting = True
+        try:
+            await self._socket.send(text)
+            answer = json.loads(await self._socket.recv())
+            if not isinstance(answer, dict):
+                raise TypeError(f"expected a JSON object, received {type(answer).__name__}")
+        except Exception as error:
+            raise SessionError(
+                f"OpenEnv at {self._url} gave no answer to {message['type']}: {describe_error(error)}; look at what "
+                "the server wrote"
+            ) from error
+        self._is_waiting = False
+        return answer
 
 
 class _Episode:
@@ -218,6 +258,23 @@ class _Episode:
 
 class _RefusedAction(PodiumError):
     """An action that does not have the form of the server's actions."""
+
+
+def _make_tool(
+    name: str, description: str, parameters: Mapping[str, Any], run: Callable[[Mapping[str, Any]], Awaitable[str]]
+) -> Tool:
+    """A tool whose calls are steps. It has no limit of its own: a step that the model no longer waits for is taken all
+    the same. The model hears what it did wrong; any other error fails the session, as where the model acts by text."""
+
+    async def run_step(arguments: Mapping[str, Any]) -> str:
+        try:
+            return await run(arguments)
+        except (ToolError, SessionError):
+            raise
+        except Exception as error:
+            raise SessionError(describe_error(error)) from error
+
+    return Tool(name, description, parameters, run_step, None)
 
 
 def _fetch(url: str) -> Any:

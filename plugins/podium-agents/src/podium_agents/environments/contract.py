@@ -14,7 +14,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
-__all__ = ["Earned", "Environment", "Messages", "Outcome", "Reward", "Step", "Task"]
+from podium.errors import PodiumError
+
+__all__ = ["Earned", "Environment", "Messages", "Outcome", "Reward", "SessionError", "Step", "Task"]
 
 Task: TypeAlias = Mapping[str, Any]
 """A row of the data: all its columns, and "prompt" and "answer" beside them."""
@@ -24,6 +26,12 @@ Messages: TypeAlias = str | Sequence[Mapping[str, Any]]
 
 Reward: TypeAlias = "float | Mapping[str, float] | Outcome | None"
 """What a session earned: a number; named parts with "score"; or None, where ``reward.name`` scores the last answer."""
+
+
+class SessionError(PodiumError):
+    """An error that fails the session. Raised by a tool, it is not told to the model, and the session is not trained
+    on: what the model said is not to blame, such as for a server that does not answer.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,21 +5,26 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager
-from typing import Any, cast
+from typing import Any, Final, cast
 
 from podium.errors import ConfigError
 from podium.extras import install_command
+from podium_agents.environments.contract import SessionError
 from podium_agents.environments.tools import Tool, ToolError
 from podium_agents.proxies import spare_proxy
 
 __all__ = ["mcp_tools"]
 
+_HTTP_ERROR: Final = "Server returned an error response"
+"""What mcp says for a status of HTTP alone, such as 502, with the code of an error within the server."""
+
 
 @asynccontextmanager
 async def mcp_tools(
-    server: str, *arguments: str, env: Mapping[str, str] | None = None, time_limit_s: float = 30.0
+    server: str, *arguments: str, env: Mapping[str, str] | None = None, time_limit_s: float | None = 30.0
 ) -> AsyncGenerator[list[Tool]]:
-    """Connect to an MCP server for the block, and yield its tools.
+    """Connect to an MCP server for the block, and yield its tools. The model reads the errors that the server answers
+    with. If the connection is lost, the call raises :class:`SessionError`, which fails the session.
 
     >>> async def play(task, client):                                    # doctest: +SKIP
     ...     async with mcp_tools("python", "server.py") as tools:
@@ -31,7 +36,7 @@ async def mcp_tools(
             which ends with the block.
         arguments: The command's arguments.
         env: Environment variables of the command, in addition to a few usual ones.
-        time_limit_s: Limit of a tool call, in seconds.
+        time_limit_s: Limit of a tool call, in seconds. None for none but the session's.
 
     Raises:
         ConfigError: The package is not installed, or the server does not answer.
@@ -65,12 +70,17 @@ async def mcp_tools(
         raise ConfigError(f"the MCP server {label!r} does not answer: {_reason(error)}") from error
 
 
-def _tool(client: Any, described: Any, label: str, time_limit_s: float) -> Tool:
+def _tool(client: Any, described: Any, label: str, time_limit_s: float | None) -> Tool:
     async def run(arguments: Mapping[str, Any]) -> str:
         try:
             result = await client.call_tool(described.name, dict(arguments))
         except Exception as error:
-            raise ToolError(f"the MCP server {label!r}: {_reason(error)}") from error
+            if _is_answer(error):
+                raise ToolError(f"the MCP server {label!r}: {_reason(error)}") from error
+            raise SessionError(
+                f"the MCP server {label!r} gave no answer to a call of {described.name}: {_reason(error)}; look at "
+                "what the server wrote"
+            ) from error
         text = "\n".join(map(_text, result.content))
         if not text and result.structured_content is not None:  # a server should say the same in text, and may not
             text = json.dumps(result.structured_content, ensure_ascii=False)
@@ -79,6 +89,17 @@ def _tool(client: Any, described: Any, label: str, time_limit_s: float) -> Tool:
         return text
 
     return Tool(described.name, described.description or "", described.input_schema, run, time_limit_s)
+
+
+def _is_answer(error: Exception) -> bool:
+    """Whether an error of a call is what the server answered, or a fault of its answer, and not of the connection."""
+    from mcp import MCPError
+    from mcp.types import CONNECTION_CLOSED, INVALID_REQUEST, PARSE_ERROR
+
+    if isinstance(error, MCPError):
+        is_lost = error.code in (CONNECTION_CLOSED, INVALID_REQUEST, PARSE_ERROR) or error.message == _HTTP_ERROR
+        return not is_lost
+    return isinstance(error, RuntimeError)  # a result that does not fit the tool's own schema
 
 
 def _text(block: Any) -> str:

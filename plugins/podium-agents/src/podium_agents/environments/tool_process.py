@@ -32,6 +32,7 @@ from podium.processes import (
 )
 from podium.secrecy import find_secrets
 from podium_agents.environments.calls import in_thread
+from podium_agents.environments.contract import SessionError
 
 __all__ = ["FailedInProcess", "in_process", "main", "write_value"]
 
@@ -51,6 +52,7 @@ async def in_process(function: Callable[..., Any], values: Mapping[str, Any], en
 
     Raises:
         FailedInProcess: The function raised, or its process ended.
+        SessionError: The function raised it.
     """
     call = _pickle(function, values)
     withheld = find_secrets(env)
@@ -61,6 +63,8 @@ async def in_process(function: Callable[..., Any], values: Mapping[str, Any], en
     finally:
         await in_thread(launched.end)
         launched.channel.close()
+    if "failure" in answer:
+        raise SessionError(answer["failure"])
     if "result" not in answer:
         error = answer.get("error", "its process sent something other than a result")
         missing = [
@@ -142,6 +146,8 @@ def _call(data: bytes) -> dict[str, str]:
         if inspect.isawaitable(result):
             result = asyncio.run(_await(result))
         return {"result": write_value(result)}
+    except SessionError as error:
+        return {"failure": read_text(error)}
     except BaseException as error:  # noqa: BLE001 - the model hears of it, whatever it is
         return {"error": read_text(error) if type(error).__name__ == "ToolError" else describe_error(error)}
 

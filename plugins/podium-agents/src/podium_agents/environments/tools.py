@@ -11,7 +11,8 @@
     reply = await converse(client, messages, tools=[add])
 
 Whatever goes wrong in a tool is said to the model, in the message that answers its call: an unknown name, arguments
-that do not fit, an error that the function raises, and a call that takes too long. The session goes on.
+that do not fit, an error that the function raises, and a call that takes too long. The session goes on. Only a
+SessionError fails it.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from podium.errors import ConfigError
 from podium.exceptions import describe_error, read_text
 from podium.plain_values import explain_json
 from podium_agents.environments.calls import in_thread, is_cancelled, session_counts
+from podium_agents.environments.contract import SessionError
 from podium_agents.environments.tool_process import FailedInProcess, in_process, write_value
 
 __all__ = ["Tool", "ToolError", "Toolbox", "tool"]
@@ -53,14 +55,14 @@ class Tool:
         description: The description that the model reads.
         parameters: Its arguments, as a JSON schema.
         run: The function that takes the arguments and returns the result. It may raise any exception.
-        time_limit_s: Limit of a call, in seconds.
+        time_limit_s: Limit of a call, in seconds. None for none but the session's.
     """
 
     name: str
     description: str
     parameters: Mapping[str, Any]
     run: Callable[[Mapping[str, Any]], Awaitable[Any]]
-    time_limit_s: float = 30.0
+    time_limit_s: float | None = 30.0
 
     @property
     def schema(self) -> dict[str, Any]:
@@ -73,7 +75,7 @@ def tool(
     function: Callable[..., Any],
     *,
     name: str = "",
-    time_limit_s: float = 30.0,
+    time_limit_s: float | None = 30.0,
     process: bool = False,
     env: Sequence[str] = (),
     given: Mapping[str, Any] | None = None,
@@ -91,7 +93,7 @@ def tool(
             a thread. Its docstring may have a section "Args:" with a line for each parameter.
         name: The name for the model; the function's own by default.
         time_limit_s: A call that takes longer is answered with an error. The call's thread cannot be ended and
-            continues.
+            continues. None for no limit but the session's.
         process: Whether each call gets a process of its own, which is killed at the end with whatever it has started.
             Each call then takes about 0.2 s more, and changes that the function makes in memory are lost.
         env: Environment variables that this process gets although they look like secrets, by name. It gets no others
@@ -163,6 +165,9 @@ class Toolbox:
 
         Args:
             tool_calls: The tool calls of an assistant's message.
+
+        Raises:
+            SessionError: A tool raised it, alone or in a group of errors.
         """
         messages: list[dict[str, Any]] = []
         for call in tool_calls:
@@ -189,11 +194,17 @@ class Toolbox:
         except (ToolError, FailedInProcess) as error:
             return f"error: {read_text(error)}"[:_MOST_SHOWN], True
         except BaseException as error:  # SystemExit of a tool ends the call, not the run
-            if isinstance(error, asyncio.CancelledError) and is_cancelled():
+            if _fails_session(error) or (isinstance(error, asyncio.CancelledError) and is_cancelled()):
                 raise
             if isinstance(error, TimeoutError) and timer.expired():
                 return f"error: {name} took longer than {called_tool.time_limit_s:g} s", True
             return f"error: {describe_error(error)}"[:_MOST_SHOWN], True
+
+
+def _fails_session(error: BaseException) -> bool:
+    if isinstance(error, BaseExceptionGroup):
+        return error.subgroup(SessionError) is not None
+    return isinstance(error, SessionError)
 
 
 def _arguments(given: Any) -> Mapping[str, Any]:
