@@ -107,7 +107,7 @@ async def _texts(
 
 def _certain(service: Service, asked: Asked, ids: Sequence[int]) -> Delta:
     """The beginning of content and reasoning that no later token changes."""
-    reply = service.form.parse(asked.prompt, ids, asked.tools, special=asked.special)
+    reply = service.parse(asked, ids)
     content, reasoning = reply.content, reply.reasoning or ""
     if asked.tools:
         content = content[: min((at for mark in _OPENERS if (at := content.find(mark)) >= 0), default=None)]
@@ -118,7 +118,7 @@ def _certain(service: Service, asked: Asked, ids: Sequence[int]) -> Delta:
 
 def read_answer(service: Service, asked: Asked, ids: Sequence[int]) -> Delta:
     """What ids say so far, without the end that may be the beginning of a character."""
-    reply = service.form.parse(asked.prompt, ids, asked.tools, special=asked.special)
+    reply = service.parse(asked, ids)
     return Delta(reply.content.rstrip(_BEGUN), (reply.reasoning or "").rstrip(_BEGUN))
 
 

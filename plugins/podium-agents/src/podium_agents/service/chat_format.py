@@ -24,7 +24,7 @@ from podium_agents.service.answer_forms import AnswerForms
 from podium_agents.service.grammars import Grammars
 from podium_agents.service.renderers import CALL, TOOL, USER, LibraryBridge, library_bridge
 from podium_agents.service.request_bodies import Refusal
-from podium_agents.service.tool_calls import MARKS, CallReader, Reply, ToolCall, read_hermes, reader_of
+from podium_agents.service.tool_calls import MARKS, CallReader, Offer, Reply, ToolCall, read_hermes, reader_of
 
 if TYPE_CHECKING:
     from podium.rollout.tasks.chat_encoder import ChatEncoder
@@ -293,10 +293,16 @@ class ChatFormat:
         return self._text([*before, message], tools, opened=False)
 
     def parse(
-        self, prompt: Sequence[int], sampled: Sequence[int], tools: Tools = (), *, special: bool = False
+        self,
+        prompt: Sequence[int],
+        sampled: Sequence[int],
+        tools: Tools = (),
+        *,
+        special: bool = False,
+        has_form: bool = False,
     ) -> Reply:
         """Return the content of ``sampled``, which follows ``prompt``; with ``special``, all special tokens but those
-        at its end are in it as text."""
+        at its end are in it as text. ``has_form`` is as in :class:`.Offer`."""
         ids = list(sampled)
         while ids and ids[-1] in self._ends:
             ids.pop()
@@ -304,7 +310,7 @@ class ChatFormat:
         text = self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         if self.opens_reasoning(prompt):
             text = f"<think>{text}"
-        return self._reader(text, bool(tools))
+        return self._reader(text, Offer([str(tool["function"]["name"]) for tool in tools], has_form))
 
     @cached_property
     def _reader(self) -> CallReader:

@@ -33,8 +33,8 @@ from podium_agents.service.histories import Departure, rename_results, tools_key
 from podium_agents.service.request_bodies import WISHES, ChatRequest, Refusal, texts_of
 from podium_agents.service.session_recording import RecordedCall, Sampled, Session
 from podium_agents.service.session_store import SessionStore
-from podium_agents.service.structured import AnswerGrammar, compile_grammars, text_grammar
-from podium_agents.service.tool_calls import CALL_ENDS, ToolCall
+from podium_agents.service.structured import AnswerGrammar, compile_grammars, read_rule, text_grammar
+from podium_agents.service.tool_calls import CALL_ENDS, Reply, ToolCall
 
 if TYPE_CHECKING:
     from podium_agents.service.budgets import Budget
@@ -75,6 +75,7 @@ class Asked:
         top: How many of the most probable tokens are told at each place.
         exact: Whether equal requests with equal seeds get the same bits: somebody chose the seed.
         one_call: Whether an answer ends with its first call of a tool.
+        has_form: Whether the request prescribes the form of an answer that is no call.
     """
 
     prompt: Sequence[int]
@@ -94,6 +95,7 @@ class Asked:
     top: int = 0
     exact: bool = True
     one_call: bool = False
+    has_form: bool = False
 
 
 @dataclass(frozen=True)
@@ -301,6 +303,7 @@ class Service:
             departure=departure,
             top=request.top_logprobs,
             one_call=request.parallel_tool_calls is False,
+            has_form=read_rule(request.response_format, request.structured_outputs) is not None,
         )
 
     def _count_marks(self, marks: Iterable[Mark]) -> None:
@@ -537,10 +540,14 @@ class Service:
         return drawn if count == len(drawn.ids) else replace(drawn.first(count), finish_reason="stop")
 
     def _read_calls(self, asked: Asked, ids: Sequence[int]) -> list[ToolCall]:
-        return [*self.form.parse(asked.prompt, ids, asked.tools, special=asked.special).tool_calls]
+        return [*self.parse(asked, ids).tool_calls]
+
+    def parse(self, asked: Asked, ids: Sequence[int]) -> Reply:
+        """Return what sampled ids say in answer to a conversation: text, reasoning and calls."""
+        return self.form.parse(asked.prompt, ids, asked.tools, special=asked.special, has_form=asked.has_form)
 
     def _answer(self, asked: Asked, drawn: Sampled) -> Answer:
-        reply = self.form.parse(asked.prompt, drawn.ids, asked.tools, special=asked.special)
+        reply = self.parse(asked, drawn.ids)
         reply = replace(reply, tool_calls=reply.tool_calls[:1]) if asked.one_call else reply
         content = before_stop(reply.content, asked.stops)
         message: dict[str, Any] = {"role": "assistant", "content": content or (None if reply.tool_calls else "")}

@@ -13,13 +13,23 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
 
 from podium.rollout.tasks.rows import read_object
 
-__all__ = ["CALL_ENDS", "MARKS", "REASONING_ENDS", "CallReader", "Reply", "ToolCall", "read_hermes", "reader_of"]
+__all__ = [
+    "CALL_ENDS",
+    "MARKS",
+    "REASONING_ENDS",
+    "CallReader",
+    "Offer",
+    "Reply",
+    "ToolCall",
+    "read_hermes",
+    "reader_of",
+]
 
 _REASONING: Final = re.compile(r"\A\s*<think>(.*?)(?:</think>|\Z)\s*", re.DOTALL)
 _HERMES: Final = re.compile(r"\s*<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
@@ -36,6 +46,8 @@ REASONING_ENDS: Final = ("</think>", "<|end|>", "<|call|>", "<|return|>", "<|sta
 _LISTED: Final = "[TOOL_CALLS]"
 _ARGUMENTS: Final = "[ARGS]"
 _BARE: Final = "<|python_tag|>"
+_BARE_KEYS: Final = frozenset({"name", "parameters", "arguments", "type", "id"})
+"""The keys of a call in the form that has no mark. Some models write a type, as they read it of the tools."""
 
 MARKS: Final = frozenset(
     {"<think>", "<tool_call>", "</tool_call>", "<|message|>", "<|channel|>", "<|constrain|>"}
@@ -74,8 +86,21 @@ class Reply:
     tool_calls: Sequence[ToolCall] = field(default_factory=tuple)
 
 
-CallReader: TypeAlias = Callable[[str, bool], Reply]
-"""Reads an answer, special tokens included. The second argument says whether the conversation has tools."""
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """What a request lets an answer be.
+
+    Attributes:
+        tools: The names of its tools, without which no answer is a call.
+        has_form: Whether it prescribes the form of an answer that is no call, such as a JSON schema.
+    """
+
+    tools: Collection[str] = ()
+    has_form: bool = False
+
+
+CallReader: TypeAlias = Callable[[str, Offer], Reply]
+"""Reads an answer, special tokens included."""
 
 
 def reader_of(written: str) -> CallReader:
@@ -89,13 +114,13 @@ def reader_of(written: str) -> CallReader:
     return read_hermes
 
 
-def read_hermes(text: str, tools: bool) -> Reply:
+def read_hermes(text: str, offer: Offer) -> Reply:
     """Calls in ``<tool_call>``, among text."""
     reasoning, text = _split_reasoning(text)
     calls: list[ToolCall] = []
 
     def take(found: re.Match[str]) -> str:
-        call = _call(_object(found[1]), "arguments") if tools else None
+        call = _call(_object(found[1]), "arguments") if offer.tools else None
         if call is None:
             return found[0]
         calls.append(call)
@@ -105,19 +130,43 @@ def read_hermes(text: str, tools: bool) -> Reply:
     return Reply(text.rstrip("\n") if calls else text, reasoning, tuple(calls))
 
 
-def read_bare(text: str, tools: bool) -> Reply:
-    """A single object, which is the whole answer."""
+def read_bare(text: str, offer: Offer) -> Reply:
+    """A single object, which is the whole answer. Without a mark before it, only its keys tell it from an answer that
+    is JSON."""
     reasoning, text = _split_reasoning(text)
-    body = text.strip().removeprefix(_BARE).strip()
-    call = _call(_object(body), "parameters") if tools and body.startswith("{") else None
+    body = text.strip()
+    is_marked = body.startswith(_BARE)
+    value = _object(body.removeprefix(_BARE).strip())
+    call = _call(value, "parameters") if offer.tools and (is_marked or _is_bare_call(value, offer)) else None
     return Reply(text, reasoning) if call is None else Reply("", reasoning, (call,))
 
 
-def read_listed(text: str, tools: bool) -> Reply:
+def _is_bare_call(value: Any, offer: Offer) -> bool:
+    """Whether a value is a call, and no answer that is JSON: a name with arguments and nothing that no call has, or the
+    name of a tool alone. Where the request prescribes the form of an answer, only a call of one of its tools with
+    arguments is one."""
+    if (
+        not isinstance(value, Mapping)
+        or not _BARE_KEYS.issuperset(value)
+        or value.get("type", "function") != "function"
+    ):
+        return False
+    values = [value[key] for key in ("parameters", "arguments") if key in value]
+    if value.get("name") in offer.tools:
+        return len(values) == 1 or not (values or offer.has_form)
+    return len(values) == 1 and _is_object(values[0]) and not offer.has_form
+
+
+def _is_object(value: Any) -> bool:
+    """Whether a value is an object, or JSON text of one."""
+    return isinstance(_object(value) if isinstance(value, str) else value, Mapping)
+
+
+def read_listed(text: str, offer: Offer) -> Reply:
     """A list of objects after a mark; or a name, a second mark and an object, as later models of the family write."""
     reasoning, text = _split_reasoning(text)
     before, mark, rest = text.partition(_LISTED)
-    if not (mark and tools):
+    if not (mark and offer.tools):
         return Reply(text, reasoning)
     if _ARGUMENTS in rest:
         parts = [piece.partition(_ARGUMENTS) for piece in rest.split(_LISTED)]
@@ -131,7 +180,7 @@ def read_listed(text: str, tools: bool) -> Reply:
     return Reply(before.strip(), reasoning, tuple(call for call in calls if call is not None))
 
 
-def read_channels(text: str, tools: bool) -> Reply:
+def read_channels(text: str, offer: Offer) -> Reply:
     """Messages in channels: what is analyzed is reasoning, what is addressed to a function is a call."""
     content, reasoning, calls, done = list[str](), list[str](), list[ToolCall](), 0
     for match in _CHANNEL.finditer(text):
@@ -139,7 +188,7 @@ def read_channels(text: str, tools: bool) -> Reply:
         done = match.end()
         head, body = match["head"], match["body"]
         to = _RECIPIENT.search(head)
-        if to and tools and isinstance(called := _object(body), dict) and _is_unicode(called):
+        if to and offer.tools and isinstance(called := _object(body), dict) and _is_unicode(called):
             calls.append(ToolCall(to[1], body.strip()))
         elif "analysis" in head:
             reasoning.append(body)
