@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from podium.data import Batch, Jagged, fields
-from podium.data.sampled_text import decode_sampled, text_column
+from podium.data.sampled_text import text_column
 from podium.errors import DataError
 from podium.rollout.engines.journal import Drawn, Journal, read_journals
-from podium.rollout.engines.stops import before_stop
+from podium.rollout.engines.stops import write_completion
 from podium.rollout.environments import load_sessions
 from podium.rollout.sampling import Completion, SamplingParams
 from podium.rollout.tasks.config import DataConfig
@@ -158,9 +158,7 @@ class Generator(WeightReceiver):
         if self._text_ids is not None:
             batch = batch.with_meta(text_ids=self._text_ids)
         if prompts.meta.get("text"):
-            texts = decode_sampled(batch, self._tokenizer)
-            ends = [completion.stop for completion in drawn]
-            texts = [before_stop(text, [end]) if end else text for text, end in zip(texts, ends, strict=True)]
+            texts = [write_completion(c.token_ids.tolist(), c.stop, self._tokenizer) for c in drawn]
             batch = batch.with_columns({fields.TEXT: text_column(texts)})
         return batch
 

@@ -28,6 +28,7 @@ from podium.models.loading import position_limit
 from podium.models.tokenizers import load_tokenizer
 from podium.models.vocabulary import TextIds, find_text_ids
 from podium.rollout.engines.requests import SessionRoom
+from podium.rollout.engines.stops import write_completion
 from podium.rollout.environments import EnvironmentConfig
 from podium.rollout.sampling import SamplingParams
 from podium.rollout.tasks.chat_encoder import ChatEncoder
@@ -331,7 +332,7 @@ def _as_batch(
                 )
                 for episode, trajectory, _, _, _ in rows
             ],
-            fields.TEXT: text_column([_last_text(row) for _, row, _, _, _ in rows]),
+            fields.TEXT: text_column([_last_text(trajectory, service.tokenizer) for _, trajectory, _, _, _ in rows]),
             **({fields.STOP_TEXT: [row.session.calls[-1].stop_text for _, row, _, _, _ in rows]} if stops else {}),
         },
         {"temperature": sampling.temperature},
@@ -366,7 +367,13 @@ def _last_reason(trajectory: Trajectory) -> str:
     return max(turns, key=lambda turn: turn.call).finish_reason
 
 
-def _last_text(one: Trajectory) -> str:
-    """What an agent said last."""
-    messages = one.session.calls[-1].messages
-    return str(messages[-1].get("content") or "") if messages else ""
+def _last_text(trajectory: Trajectory, tokenizer: Any) -> str:
+    """What an agent said last, with its reasoning, as the text of a completion without an environment. Where it called
+    tools and said no more, that is what it said beside the calls: a number in their arguments is no answer."""
+    call = trajectory.session.calls[-1]
+    message = call.messages[-1] if call.messages else {}
+    if message.get("tool_calls"):
+        return str(message.get("content") or "")
+    row = trajectory.session.rows[call.row]
+    turn = next(turn for turn in row.turns if turn.call == call.number)
+    return write_completion(row.ids[turn.start : turn.stop], call.stop_text, tokenizer)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from podium.rollout.sampling import Completion
@@ -29,6 +29,13 @@ def find_stop(text: str, stops: Sequence[str]) -> str:
 def before_stop(text: str, stops: Sequence[str]) -> str:
     """What stands before the first of ``stops``."""
     return text[: min((position for stop in stops if (position := text.find(stop)) >= 0), default=None)]
+
+
+def write_completion(ids: Sequence[int], stop: str, tokenizer: Any) -> str:
+    """Return the text of a completion as rewards grade it and people read it: without special tokens, and up to the
+    text ``stop`` that ended it, "" for none."""
+    text = str(tokenizer.decode([*ids], skip_special_tokens=True))
+    return before_stop(text, [stop]) if stop else text
 
 
 def ends_now(ids: Sequence[int], new: int, stops: Sequence[str], decode: Decode) -> bool:
