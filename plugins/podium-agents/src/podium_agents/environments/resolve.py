@@ -95,11 +95,19 @@ async def converse(
         tools: Tools of the model: typed functions, or a :class:`Toolbox`.
         max_turns: The most answers of the model. Tools that the last answer calls are not run.
     """
-    box = _toolbox(tools)
+    reply, _ = await _converse(client, messages, _toolbox(tools), max_turns)
+    return reply
+
+
+async def _converse(
+    client: Client, messages: Sequence[Mapping[str, Any]], box: Toolbox | None, most: int
+) -> tuple[Reply, int]:
+    """As :func:`converse`. Returns also the number of answers. The last answer has calls that were not run only if it
+    is the last of ``most``."""
     for turn in itertools.count(1):
         reply = await client.chat(messages, tools=box.schemas if box else ())
-        if box is None or not reply.tool_calls or turn >= max_turns:
-            return reply
+        if box is None or not reply.tool_calls or turn >= most:
+            return reply, turn
         messages = [*reply.messages, *await box.answer(reply.tool_calls)]
     raise AssertionError("a conversation ends with an answer")
 
@@ -145,8 +153,12 @@ async def _episode(make: Callable[[], Any], task: Task, client: Client) -> Rewar
     box = _toolbox(getattr(world, "tools", None) or ())
     most, parts = getattr(world, "max_turns", None), dict[str, float]()
     conversation: list[Mapping[str, Any]] = [*to_messages(await _call(world.reset, task))]
-    for _ in range(_MOST_TURNS if most is None else int(most)):
-        reply = await converse(client, conversation, box or ())
+    left = _MOST_TURNS if most is None else int(most)
+    while left > 0:
+        reply, count = await _converse(client, conversation, box, left)
+        left -= count
+        if reply.tool_calls:  # nothing is left, and an answer that is only begun is none for the environment
+            continue
         step = await _call(world.step, reply.text)
         if not isinstance(step, Step):
             raise TypeError(f"{type(world).__name__}.step returned {type(step).__name__}; expected podium's Step")
