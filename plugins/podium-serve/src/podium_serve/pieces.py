@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeAlias
 
+from podium_agents.service.request_bodies import Refusal
+
 if TYPE_CHECKING:
     from podium_agents.service.service import Answer
     from podium_agents.service.session_recording import Sampled
@@ -78,9 +80,24 @@ class Progress:
             yield replace(piece, sampled=sampled.first(self._tokens), start=start)
 
     def end(self, answer: Answer) -> Iterator[Delta | Answer]:
-        """Yield the last pieces of an answer, and the answer."""
+        """Yield the last pieces of an answer, and the answer.
+
+        Raises:
+            Refusal: The answer does not begin with what was sent, so that the rest of it cannot follow.
+        """
         message = answer.message
         whole = Delta(message.get("content") or "", message.get("reasoning_content") or "")
+        for name, sent, text in (
+            ("content", self._sent.content, whole.content),
+            ("reasoning", self._sent.reasoning, whole.reasoning),
+        ):
+            if not text.startswith(sent):
+                raise Refusal(
+                    500,
+                    f"the stream of this answer has sent {sent[-80:]!r} at the end of its {name}, with which the whole "
+                    f"{name}, {text[:80]!r}, does not begin: send the request again without stream, and report this "
+                    "as a defect of Podium",
+                )
         yield from self.advance(whole, answer.sampled)
         yield replace(answer, start=self._tokens)
 

@@ -30,8 +30,8 @@ _OPENERS: Final = "<[{"  # with one of these a tool call may begin
 _BEGUN: Final = "\ufffd"
 """A piece of a character."""
 
-_UNCERTAIN: Final = f"{_BEGUN} \n\t"
-"""A piece of a character, and white space that may be the end of the text."""
+_UNCERTAIN: Final = _BEGUN + "".join(filter(str.isspace, map(chr, range(0x3001))))
+"""A piece of a character, and white space, which is dropped before a call and at the end of some texts."""
 
 Certain: TypeAlias = "Callable[[Service, Asked, Sequence[int]], Delta]"
 """Gives the beginning of what a completion says that no later token changes, by the ids so far."""
@@ -107,7 +107,9 @@ async def _texts(
 
 def _certain(service: Service, asked: Asked, ids: Sequence[int]) -> Delta:
     """The beginning of content and reasoning that no later token changes."""
-    reply = service.parse(asked, ids)
+    reply = service.parse(asked, ids, partial=True)
+    if asked.one_call and reply.tool_calls:  # a second call would cut off what follows the first
+        return Delta()
     content, reasoning = reply.content, reply.reasoning or ""
     if asked.tools:
         content = content[: min((at for mark in _OPENERS if (at := content.find(mark)) >= 0), default=None)]
@@ -117,8 +119,8 @@ def _certain(service: Service, asked: Asked, ids: Sequence[int]) -> Delta:
 
 
 def read_answer(service: Service, asked: Asked, ids: Sequence[int]) -> Delta:
-    """What ids say so far, without the end that may be the beginning of a character."""
-    reply = service.parse(asked, ids)
+    """What ids say so far, without an end that may be the beginning of a character, of a header or of a call."""
+    reply = service.parse(asked, ids, partial=True)
     return Delta(reply.content.rstrip(_BEGUN), (reply.reasoning or "").rstrip(_BEGUN))
 
 

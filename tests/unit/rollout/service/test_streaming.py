@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from podium.rollout.engines.stops import before_stop, ends_now
-from podium_agents.service.request_bodies import ChatRequest
+from podium_agents.service.request_bodies import ChatRequest, Refusal
 from podium_agents.service.service import Answer, Service, cut_at_stop
 from podium_agents.service.session_recording import Sampled
 from podium_serve import streaming
@@ -21,6 +21,7 @@ from podium_serve.bodies import CompletionRequest
 from podium_serve.pieces import Delta
 from tests.unit.rollout.service.scripted import LOOK, USER, scripted
 from tests.unit.rollout.tasks.test_encode import byte_tokenizer
+from tests.unit.rollout.test_templates import FAMILIES, TOOLS, Family, tokenizer_of
 
 
 @pytest.fixture(autouse=True)
@@ -96,6 +97,139 @@ def test_each_token_is_in_the_piece_in_which_its_text_begins(
     if not tools and said:
         rest = service.decode(answer.sampled.ids[answer.start :])
         assert not rest.strip() or rest in stop[0]
+
+
+FRAGMENTS = (
+    *(
+        "It is",
+        " so",
+        "  ",
+        "\n",
+        "\r\n",
+        "\u00a0",
+        "é",
+        "🙂",
+        "1 < 2",
+        "{",
+        "[1]",
+        "to=",
+        " to=functions.look",
+        "analysis",
+    ),
+    *(
+        "<think>",
+        "</think>",
+        "<thi",
+        "</",
+        "<",
+        "<|",
+        "<|sta",
+        "<|im_start|>",
+        "[TOOL_CALLS]",
+        "[ARGS]",
+        "<|python_tag|>",
+    ),
+    *("<tool_call>", "</tool_call>", "<|start|>assistant", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "json"),
+    *('{"name": "look", "arguments": {"x": "a"}}', '{"x": "a"}', "<|return|>", "final", "commentary"),
+)
+
+
+FORMS = [
+    pytest.param(family, tools, id=f"{family.name}-{'tools' if tools else 'plain'}")
+    for family in FAMILIES
+    for tools in [None, *([TOOLS] if family.tools else [])]
+]
+
+
+def draw_answer(family: Family, dice: random.Random) -> list[int]:
+    """The ids of messages, calls and reasoning as a family writes them, broken ones, and fragments in any order."""
+    arguments = dice.choice(['{"x": "a"}', '{"x": '])
+    call = family.call.replace("NAME", "look").replace("ARGS", arguments) + family.end_of_call
+    opener = "<|start|>assistant" if family.name == "gpt_oss" else ""
+    parts = [family.thought.format("hm"), family.text.format(" It is so.\r\n"), call, call, call]
+    parts = [dice.choice(parts) for _ in range(dice.randint(0, 4))]
+    if family.name == "gpt_oss":
+        others = [
+            "<|channel|>analysis to=functions.look<|message|>{}<|call|>",
+            " to=functions.look<|message|>{}<|call|>",
+        ]
+        parts = [dice.choice([part, part, part, *others]) for part in parts]
+    for _ in range(dice.choice([0, 0, 1, 3, 9])):
+        parts.insert(dice.randint(0, len(parts)), dice.choice(FRAGMENTS))
+    text = "".join(part + dice.choice(["", opener, "<|end|>" + opener]) * bool(opener) for part in parts)
+    ids = tokenizer_of(family).encode(text, add_special_tokens=False)
+    return [*ids[: dice.choice([len(ids), len(ids), dice.randint(0, len(ids))])]]
+
+
+@pytest.mark.parametrize("count", [6, pytest.param(60, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(("family", "tools"), FORMS)
+def test_what_is_certain_at_any_token_begins_the_answer_that_ends_at_any_later_one(
+    family: Family, tools: Any, count: int
+) -> None:
+    """A stream looks at any token, and an answer may be cut at any one, so that all pairs of them are tried."""
+    dice = random.Random(f"{family.name}{bool(tools)}")
+    service, _, _ = scripted(tokenizer=tokenizer_of(family))
+    request = {"tools": tools, "parallel_tool_calls": False} if tools and dice.random() < 0.5 else {"tools": tools}
+    for _ in range(count):
+        asked = service.chat(ChatRequest(messages=[USER], **request))
+        ids = draw_answer(family, dice)
+        longest = Delta()
+        for stop in range(len(ids) + 1):
+            certain = streaming._certain(service, asked, ids[:stop])
+            longest = Delta(
+                max(longest.content, certain.content, key=len), max(longest.reasoning, certain.reasoning, key=len)
+            )
+            sampled = service._cut(asked, Sampled(ids[:stop], [0.0] * stop, [0] * stop, "length"))
+            message = service._answer(asked, sampled).message
+            text = repr(service.decode(ids[:stop], special=True))
+            assert (message["content"] or "").startswith(longest.content), text
+            assert message.get("reasoning_content", "").startswith(longest.reasoning), text
+
+
+@pytest.mark.parametrize(("family", "tools"), FORMS)
+def test_the_pieces_of_an_answer_of_any_family_join_to_its_message(family: Family, tools: Any) -> None:
+    text = family.thought.format("Easy.") + family.text.format("The answer is 4.") + family.end
+    call = family.call.replace("NAME", "look").replace("ARGS", '{"x": "a"}') + (family.end_of_call or family.end)
+    for said in [text, family.text.format("4 or 5"), *([call] if tools and family.tools else [])]:
+        tokenizer = tokenizer_of(family)
+        service, _, _ = scripted(said, tokenizer=tokenizer)
+        deltas, answer = asyncio.run(pieces(service, tools=tools))
+        assert "".join(delta.reasoning for delta in deltas) == answer.message.get("reasoning_content", "")
+        assert "".join(delta.content for delta in deltas) == (answer.message["content"] or "")
+        assert ("tool_calls" in answer.message) == (said == call)
+        assert said != text or len(deltas) > 5, "the text comes while it is drawn"
+
+
+@pytest.mark.parametrize(
+    ("said", "content"),
+    [
+        ("<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>fin", ""),
+        ("<|channel|>analysis<|message|>hm<|end|><|start|>assistant", ""),
+        ("<|channel|>final<|message|>4<|end|><|start|>assistant<|channel|>commentary to=functions.look", "4"),
+        (" to=functions.look<|channel|>comm", ""),
+        (" to=functions.look", ""),
+        ("Four.", "Four."),
+        ("Four.<|end|><|start|>assistant<|channel|>fin", "Four."),
+        ("to=5 <b>", "to=5 <b>"),
+    ],
+)
+@pytest.mark.parametrize("tools", [None, TOOLS], ids=["plain", "tools"])
+def test_a_header_that_a_cut_left_unfinished_is_no_content(said: str, content: str, tools: Any) -> None:
+    (family,) = (family for family in FAMILIES if family.name == "gpt_oss")
+    service, _, _ = scripted(said, tokenizer=tokenizer_of(family))
+    deltas, answer = asyncio.run(pieces(service, tools=tools))
+    assert answer.message["content"] == content == "".join(delta.content for delta in deltas)
+
+
+@pytest.mark.parametrize("name", ["content", "reasoning"])
+def test_an_answer_that_does_not_begin_with_what_was_sent_ends_the_stream_with_an_error(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service, _, _ = scripted("<think>hm, so</think>It is so.<|im_end|>")
+    monkeypatch.setattr(streaming, "_certain", lambda *_: Delta(**{name: "It was"}))
+    with pytest.raises(Refusal, match=f"has sent 'It was' at the end of its {name}.*send the request again") as refused:
+        asyncio.run(pieces(service))
+    assert refused.value.status == 500
 
 
 def test_a_character_of_several_tokens_comes_with_all_of_them() -> None:

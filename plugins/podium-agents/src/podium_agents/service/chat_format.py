@@ -24,7 +24,17 @@ from podium_agents.service.answer_forms import AnswerForms
 from podium_agents.service.grammars import Grammars
 from podium_agents.service.renderers import CALL, TOOL, USER, LibraryBridge, library_bridge
 from podium_agents.service.request_bodies import Refusal
-from podium_agents.service.tool_calls import MARKS, CallReader, Offer, Reply, ToolCall, read_hermes, reader_of
+from podium_agents.service.tool_calls import (
+    MARKS,
+    CallReader,
+    Offer,
+    Reply,
+    ToolCall,
+    drop_open_message,
+    read_channels,
+    read_hermes,
+    reader_of,
+)
 
 if TYPE_CHECKING:
     from podium.rollout.tasks.chat_encoder import ChatEncoder
@@ -300,9 +310,18 @@ class ChatFormat:
         *,
         special: bool = False,
         has_form: bool = False,
+        partial: bool = False,
     ) -> Reply:
-        """Return the content of ``sampled``, which follows ``prompt``; with ``special``, all special tokens but those
-        at its end are in it as text. ``has_form`` is as in :class:`.Offer`."""
+        """Return the content of ``sampled``, which follows ``prompt``.
+
+        Args:
+            prompt: The ids before the answer.
+            sampled: The ids of the answer.
+            tools: The tools of the conversation.
+            special: Whether all special tokens but those at the end of the answer are in it as text.
+            has_form: As in :class:`.Offer`.
+            partial: Whether more ids follow. A message in a channel whose kind they decide is then left out.
+        """
         ids = list(sampled)
         while ids and ids[-1] in self._ends:
             ids.pop()
@@ -310,6 +329,8 @@ class ChatFormat:
         text = self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         if self.opens_reasoning(prompt):
             text = f"<think>{text}"
+        if partial and self._reader is read_channels:
+            text = drop_open_message(text, bool(tools))
         return self._reader(text, Offer([str(tool["function"]["name"]) for tool in tools], has_form))
 
     @cached_property

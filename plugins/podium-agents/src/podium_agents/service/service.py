@@ -542,9 +542,11 @@ class Service:
     def _read_calls(self, asked: Asked, ids: Sequence[int]) -> list[ToolCall]:
         return [*self.parse(asked, ids).tool_calls]
 
-    def parse(self, asked: Asked, ids: Sequence[int]) -> Reply:
-        """Return what sampled ids say in answer to a conversation: text, reasoning and calls."""
-        return self.form.parse(asked.prompt, ids, asked.tools, special=asked.special, has_form=asked.has_form)
+    def parse(self, asked: Asked, ids: Sequence[int], *, partial: bool = False) -> Reply:
+        """Return what sampled ids say in answer to a conversation: text, reasoning and calls; with ``partial``, more
+        ids follow."""
+        form = {"special": asked.special, "has_form": asked.has_form, "partial": partial}
+        return self.form.parse(asked.prompt, ids, asked.tools, **form)
 
     def _answer(self, asked: Asked, drawn: Sampled) -> Answer:
         reply = self.parse(asked, drawn.ids)

@@ -27,6 +27,8 @@ __all__ = [
     "Offer",
     "Reply",
     "ToolCall",
+    "drop_open_message",
+    "read_channels",
     "read_hermes",
     "reader_of",
 ]
@@ -41,6 +43,17 @@ _CHANNEL: Final = re.compile(
     re.DOTALL,
 )
 _RECIPIENT: Final = re.compile(r"to=functions\.([\w.-]+)")
+_HEADER: Final = re.compile(r"\A\s*to=functions\.|(?:<\|(?:end|call|return)\|>\s*)?<\|(?:start|channel|constrain)\|>")
+"""The beginning of a header in text after which none is complete."""
+_CHANNEL_MARKS: Final = (
+    "<|start|>",
+    "<|channel|>",
+    "<|constrain|>",
+    "<|message|>",
+    "<|end|>",
+    "<|call|>",
+    "<|return|>",
+)
 REASONING_ENDS: Final = ("</think>", "<|end|>", "<|call|>", "<|return|>", "<|start|>")
 """Texts that end reasoning."""
 _LISTED: Final = "[TOOL_CALLS]"
@@ -177,7 +190,7 @@ def read_listed(text: str, offer: Offer) -> Reply:
     calls = [_call(entry, "arguments") for entry in entries]
     if not calls or None in calls:
         return Reply(text, reasoning)
-    return Reply(before.strip(), reasoning, tuple(call for call in calls if call is not None))
+    return Reply(before.rstrip(), reasoning, tuple(call for call in calls if call is not None))
 
 
 def read_channels(text: str, offer: Offer) -> Reply:
@@ -194,8 +207,30 @@ def read_channels(text: str, offer: Offer) -> Reply:
             reasoning.append(body)
         else:
             content.append(body if not to else match[0])
-    content.append(text[done:])
+    content.append(_before_header(text[done:]))
     return Reply("".join(content), "\n".join(reasoning) if reasoning else None, tuple(calls))
+
+
+def drop_open_message(text: str, tools: bool) -> str:
+    """Return messages in channels without the text at the end of which the next tokens decide what it is.
+
+    That is a header that is not complete, because all text before ``<|message|>`` belongs to it, and a message to a
+    function, which is a call once its JSON is complete.
+    """
+    done = 0
+    for match in _CHANNEL.finditer(text):
+        if tools and match.end() == len(text) and _RECIPIENT.search(match["head"]):
+            return text[: match.start()]
+        done = match.end()
+    return text[:done]
+
+
+def _before_header(text: str) -> str:
+    """What follows the last message, without the header that begins in it, or that a cut left unfinished."""
+    if header := _HEADER.search(text):
+        return text[: header.start()]
+    before, opener, rest = text.rpartition("<|")
+    return before if opener and any(mark.startswith(opener + rest) for mark in _CHANNEL_MARKS) else text
 
 
 def _split_reasoning(text: str) -> tuple[str | None, str]:
