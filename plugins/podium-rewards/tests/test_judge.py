@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import json
 import threading
@@ -102,6 +103,81 @@ def test_an_answer_without_a_score_leaves_the_completion_out_and_is_never_zero(a
     assert result.abstained and result.score != result.score
     assert result.extra["judge"].startswith("no score: ")
     assert len(requests) == 2
+
+
+CRITERIA = '[{"name": "clarity", "score": 10}, {"name": "style", "score": 2}]'
+
+
+@pytest.mark.parametrize(
+    ("text", "score"),
+    [
+        (f'{{"score": 9, "criteria": {CRITERIA}}}', 9),
+        (f'{{"criteria": {CRITERIA}, "score": 9}}', 9),
+        ('{"criteria": {"clarity": {"score": 10}, "style": {"score": 2}}, "score": 9}', 9),
+        (f'Clear.\n```json\n{{\n  "score": 9,\n  "criteria": {CRITERIA}\n}}\n```\nThat is all, {{really}}.', 9),
+        ('{"score": 3}? No: {"score": 9}', 9),
+        ('{"score": 9} as {"sum": 12, "parts": [{"score": 2}]} has it', 9),
+        ('{"score": 9, "why": "it says {\\"score\\": 2} and }"}', 9),
+        ('The form is {"score": S}, and not {"scores": [S, ...]}. {"score": 9}', 9),
+        ('{"score": 9} and {"scores": [1]}', 9),
+        ('The set {a, b}, \\frac{1}{2} and a stray { or "{" or [ of the answer. {"score": 9}', 9),
+        ("It has the code `f = {x: 1` and `switch { default: f();`. " + '{"score": 9}', 9),
+        ('[{"score": 9}]', 9),
+        ('{{"score": 9}}', 9),
+        ("[1] and [2]: " + '{"score": 9} [3]', 9),
+        ('{"why": "' + "{" * 50 + '", "score": 9}', 9),
+    ],
+)
+def test_the_score_is_that_of_the_last_outermost_object(text: str, score: float) -> None:
+    assert judge(url="http://x/v1", model="m", scale=(0, 10))._read(text, 1) == [score]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f'{{"score": 9, "criteria": {CRITERIA}',
+        f'{{"score": 9, "criteria": {CRITERIA[:-3]}',
+        f'```json\n{{"criteria": {CRITERIA}, "sc',
+        f'{{"criteria": {CRITERIA}}}',
+        f"{{'score': 9, 'criteria': {CRITERIA}}}",
+        f'{{"score": 9, "criteria": {CRITERIA},}}',
+        f'{{"why": "is }} right?", "criteria": {CRITERIA},}}',
+        f'{{"why": "it said "no" here", "criteria": {CRITERIA}, "score": 9}}',
+        f'{{// of ten\n"score": 9, "criteria": {CRITERIA}}}',
+        f"{{score: 9, criteria: {CRITERIA}}}",
+        f"{{“score”: 9, “criteria”: {CRITERIA}}}",
+        CRITERIA,
+        CRITERIA[:-1],
+        '{"result": {"score": 9}}',
+        '{"score": 3} and then {"score": "high"}',
+    ],
+)
+def test_a_score_in_a_larger_answer_is_not_taken_for_the_score(text: str) -> None:
+    """No score is better than one of a criterion: the question is asked again."""
+    with pytest.raises(ValueError, match=r"no JSON object with 'score' that is in no other|is no number from"):
+        judge(url="http://x/v1", model="m", scale=(0, 10))._read(text, 1)
+
+
+def test_the_scores_of_a_group_are_in_the_last_outermost_object_with_scores() -> None:
+    reward = judge(url="http://x/v1", model="m", group=2)
+    text = '{"scores": [0.1, 0.9], "parts": [{"scores": [1, 1]}]} and {"score": 0.5}'
+    assert reward._read(text, 2) == [0.1, 0.9]
+    with pytest.raises(ValueError, match="no JSON object with 'scores'"):
+        reward._read('{"parts": [{"scores": [1, 1]}], "score": 0.5}', 2)
+
+
+def test_a_score_that_an_earlier_release_read_otherwise_is_asked_for_again(tmp_path: Path) -> None:
+    """Earlier readings named an entry of the cache by the address, the request and the scale alone."""
+    file = tmp_path / "judged.jsonl"
+    answer = '{"score": 0.9, "criteria": [{"score": 0.2}]}'
+    with judging(lambda question: answer) as (url, requests):
+        reward = judge(url=url, model="m", cache=str(file))
+        body = {"model": "m", "messages": reward._write(ROW, ["4"])}
+        old_name = json.dumps([f"{url}/chat/completions", body, (0.0, 1.0)], sort_keys=True).encode()
+        file.write_text(json.dumps([hashlib.sha256(old_name).hexdigest(), [0.2]]) + "\n")
+        (result,) = grade(reward, ["4"])
+        (again,) = grade(judge(url=url, model="m", cache=str(file)), ["4"])
+    assert (result.score, again.score, len(requests)) == (0.9, 0.9, 1)
 
 
 def test_a_question_is_asked_again_after_a_bad_answer_and_after_an_error() -> None:

@@ -10,9 +10,10 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from podium.errors import ConfigError
 from podium_rewards.endpoint import PAUSE_S, Endpoint, pauses_s
@@ -23,6 +24,16 @@ _RUBRIC: Final = "Judge how well the answer does what the request asks for."
 _MOST_CACHED: Final = 1 << 16
 _MOST_WAITING: Final = 8192  # completions that wait for the others of their groups
 _LEAST_S: Final = 1.0
+_READING: Final = "outermost"
+"""How answers are read. It is a part of the names in a cache, so that no score is used that was read otherwise."""
+_OPENER: Final = re.compile(r"\{|\[(?=\s*\{)")
+_BEGUN: Final = re.compile(
+    r"""\[|\{(?:\s|//[^\n]*\n|\#[^\n]*\n|/\*.*?\*/)*(?:"[^"\n]*"|'[^'\n]*'|[“”][^“”\n]*[“”]|(?P<word>[\w.*-]+))\s*:""",
+    re.DOTALL,
+)
+"""The beginning of a list of objects, or of an object, if not a valid one: in Python's form, or with a comment."""
+_WITH_STRINGS: Final = re.compile(r'"(?:[^"\\]|\\.)*"|[\[\]{}]', re.DOTALL)
+_BRACKETS: Final = re.compile(r"[\[\]{}]")
 _REMEDIES: Final = {
     401: "its key is wrong: set the variable that api_key names, and name it in reward.env",
     403: "its key may not use this model",
@@ -125,7 +136,7 @@ class Judge:
     ) -> tuple[list[float] | None, str]:
         """Return a score for each completion, or None and why there are none."""
         body = {"model": self._model, "messages": self._write(row, completions), **self._body}
-        key = hashlib.sha256(json.dumps([self._url, body, self._scale], sort_keys=True).encode()).hexdigest()
+        key = hashlib.sha256(json.dumps([self._url, body, self._scale, _READING], sort_keys=True).encode()).hexdigest()
         if (scores := state.cache.get(key)) is not None:
             return scores, ""
         reason = ""
@@ -165,8 +176,9 @@ class Judge:
 
     def _read(self, text: str, count: int) -> list[float]:
         """Return the scores that the judge's last JSON object has. Raises ValueError for anything else."""
-        last = _last_object(text)
-        values = last.get("scores") if self._group > 1 else [last.get("score")]
+        name = "scores" if self._group > 1 else "score"
+        value = _last_object(text, name)[name]
+        values = value if self._group > 1 else [value]
         if not isinstance(values, list) or len(values) != count:
             raise ValueError(f"no JSON object with {'a score' if count == 1 else f'{count} scores'}")
         low, high = self._scale
@@ -250,14 +262,46 @@ def _show(prompt: Any) -> str:
     return prompt if isinstance(prompt, str) else json.dumps(prompt, ensure_ascii=False, default=str)
 
 
-def _last_object(text: str) -> dict[str, Any]:
-    """Return the last JSON object of a text. Raises ValueError if there is none."""
-    decoder, at = json.JSONDecoder(), len(text)
-    while (at := text.rfind("{", 0, at)) >= 0:
+def _last_object(text: str, name: str) -> dict[str, Any]:
+    """Return the last JSON object of a text that has ``name`` and is in no other object or list, but alone in a list.
+
+    Raises:
+        ValueError: There is none.
+    """
+    decoder, last, at = json.JSONDecoder(), None, 0
+    while opener := _OPENER.search(text, at):
+        at = opener.start()
         try:
-            value, _ = decoder.raw_decode(text, at)
+            value, at = decoder.raw_decode(text, at)
         except (ValueError, RecursionError):
+            at = _skip_unread(text, at)
             continue
-        if isinstance(value, dict) and value.keys() & {"score", "scores"}:
-            return value
-    raise ValueError("no JSON object with a score")
+        if isinstance(value, list):
+            (value,) = cast("list[Any]", value) if len(cast("list[Any]", value)) == 1 else [None]
+        if isinstance(value, dict) and name in value:
+            last = cast("dict[str, Any]", value)
+    if last is None:
+        raise ValueError(f"no JSON object with {name!r} that is in no other object")
+    return last
+
+
+def _skip_unread(text: str, start: int) -> int:
+    """Where the search goes on after an opener at ``start`` that begins no valid JSON: after the bracket alone where it
+    is one of a sentence, and else after all that it holds, because objects in there are parts of a larger answer."""
+    begun = _BEGUN.match(text, start)
+    if begun is None:
+        return start + 1
+    end = max(_find_closer(text, start, _WITH_STRINGS), _find_closer(text, start, _BRACKETS))
+    return start + 1 if end == len(text) + 1 and begun["word"] else end
+
+
+def _find_closer(text: str, start: int, tokens: re.Pattern[str]) -> int:
+    """Return the index after the bracket that closes the one at ``start``, and a larger one than any in the text if
+    that bracket is left open, as in an answer that was cut off."""
+    opener, depth = text[start], 0
+    closer = "}" if opener == "{" else "]"
+    for token in tokens.finditer(text, start):
+        depth += (token[0] == opener) - (token[0] == closer)
+        if depth == 0:
+            return token.end()
+    return len(text) + 1
