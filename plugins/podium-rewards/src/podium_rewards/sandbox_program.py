@@ -21,6 +21,7 @@ import socket
 import struct
 import sys
 import tempfile
+import typing
 from collections.abc import Iterator
 from typing import Any
 
@@ -163,16 +164,19 @@ class Remote:
         return read_value(answer["value"], self._link)
 
 
-def solve(code: str, fd: int) -> None:
-    """Run the solution, and answer calls until the other side ends."""
+def solve(code: str, fd: int, *, typed: bool = False) -> None:
+    """Run the solution, and answer calls until the other side ends. With ``typed`` it has the names of ``typing``, as
+    the code expects with which a data set of calls lets a solution begin."""
     link, objects = Link(fd), list[Any]()
     space: dict[str, Any] = {"__name__": "solution"}
+    types = {name: getattr(typing, name) for name in typing.__all__ if typed}
+    space |= types
     try:
         exec(compile(code, "solution.py", "exec"), space)
     except Exception as error:  # noqa: BLE001 - whatever the solution raises
         link.send({"failed": _describe(error)})
         return
-    names = [name for name in space if not name.startswith("__")]
+    names = [name for name in space if not name.startswith("__") and space[name] is not types.get(name, types)]
     objects += [space[name] for name in names]
     link.send({"names": names})
     while True:
@@ -311,7 +315,7 @@ def main() -> None:
     match task["what"]:
         case "solve":
             os.close(report)
-            solve(task["code"], task["fd"])
+            solve(task["code"], task["fd"], typed=task["typed"])
         case "test":
             os.write(report, json.dumps(test(task["tests"], task["entry"], task["fd"])).encode())
         case _:

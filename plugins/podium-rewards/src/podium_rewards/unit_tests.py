@@ -6,13 +6,15 @@ completion ─▶ code ─▶ sandbox of the solution ◀─ calls, plain data �
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import json
 import re
 import socket
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from podium.errors import ConfigError
 from podium.rewards.columns import reads
@@ -23,6 +25,10 @@ __all__ = ["CodeReward", "check_code", "find_code"]
 _COLUMNS: Final = ("tests", "test_list", "test", "input_output", "answer")
 _FENCE: Final = re.compile(r"```(\w*)[^\S\n]*\n(.*?)(?:```|\Z)", re.DOTALL)
 _GRACE_S: Final = 1.0
+_FUNCTION_NAMES: Final = ("fn_name", "func_name")
+_OF_FUNCTIONS: Final = ("functional", "function_call", "call_based")
+_OF_SCRIPTS: Final = ("stdin", "stdin_stdout", "standard_input")
+"""Kinds of tests, by the names in data sets."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +39,7 @@ class _Tests:
     entry: str = ""
     inputs: tuple[str, ...] = ()
     outputs: tuple[str, ...] = ()
+    has_calls: bool = False  # whether the statements are calls that this module has written
 
     def __len__(self) -> int:
         return len(self.statements) or len(self.inputs)
@@ -115,7 +122,7 @@ class CodeReward:
 
     def _run_calls(self, solution: str, tests: _Tests) -> tuple[int, str]:
         tasks = [
-            {"what": "solve", "code": solution},
+            {"what": "solve", "code": solution, "typed": tests.has_calls},
             {"what": "test", "tests": tests.statements, "entry": tests.entry},
         ]
         _, done = run_programs(tasks, self._limits, self._sandbox, socket.socketpair(), self._paths)
@@ -150,7 +157,7 @@ class CodeReward:
         if column is None:
             raise ValueError(f"the row has no tests in {' or '.join(wanted)}")
         try:
-            tests = _parse_tests(row[column], str(row.get("entry_point") or ""))
+            tests = _parse_tests(row[column], row)
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"the column {column!r} has no tests that can be read: {error}") from None
         if not len(tests):
@@ -158,32 +165,158 @@ class CodeReward:
         return tests
 
 
-def _parse_tests(value: Any, entry: str) -> _Tests:
-    """Read tests: statements, a list of them, or inputs and outputs, also as JSON."""
+def _parse_tests(value: Any, row: Mapping[str, Any]) -> _Tests:
+    """Read tests: statements, a list of them, or inputs and outputs of a script or of a function, also as text."""
+    value = _load(value)
+    items = [value] if isinstance(value, str) else _split(value) if isinstance(value, Mapping) else [*value]
+    if all(isinstance(item, str) for item in items):
+        _check_statements(items)
+        return _Tests(statements=tuple(items), entry=str(row.get("entry_point") or ""))
+    name = _find_name(row)
+    calls, inputs, outputs = list[str](), list[str](), list[str]()
+    for number, item in enumerate(items, 1):
+        if not isinstance(item, Mapping) or not {"input", "output"} <= item.keys():
+            raise ValueError(f"test {number} is no object with 'input' and 'output', as the others are expected to be")
+        try:
+            if called := _find_called(cast("Mapping[str, Any]", item), name, str(row.get("entry_point") or "")):
+                calls.append(_write_call(called, item["input"], item["output"]))
+            else:
+                inputs.append(_text(item["input"]))
+                outputs.append(_text(item["output"]))
+        except ValueError as error:
+            raise ValueError(f"test {number}: {error}") from None
+    if calls and inputs:
+        raise ValueError("some tests call a function, and others run a script: give a row tests of one kind")
+    return _Tests(statements=tuple(calls), inputs=tuple(inputs), outputs=tuple(outputs), has_calls=bool(calls))
+
+
+def _load(value: Any) -> Any:
+    """A value that is written as JSON, or as Python writes lists and mappings; others as they are."""
     if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
-        with contextlib.suppress(ValueError):  # Python that begins with a bracket
-            value = json.loads(value)
-    if isinstance(value, str):
-        return _Tests(statements=(value,), entry=entry)
-    if isinstance(value, Mapping):
-        name, pairs = value.get("fn_name"), zip(value["inputs"], value["outputs"], strict=True)
-    elif all(isinstance(item, str) for item in value):
-        return _Tests(statements=tuple(value), entry=entry)
+        for read in (json.loads, ast.literal_eval):
+            with contextlib.suppress(ValueError, SyntaxError, RecursionError, MemoryError):  # statements in Python
+                return read(value.strip())
+    return value
+
+
+def _split(value: Mapping[str, Any]) -> list[Any]:
+    """One object for each test, of an object with the inputs and the outputs of all."""
+    if {"input", "output"} <= value.keys():
+        return [value]
+    if not {"inputs", "outputs"} <= value.keys():
+        raise ValueError(f"it has the entries {', '.join(map(repr, value)) or 'none'}: expected 'inputs' and 'outputs'")
+    if len(value["inputs"]) != len(value["outputs"]):
+        raise ValueError(f"it has {len(value['inputs'])} inputs and {len(value['outputs'])} outputs")
+    common = {name: entry for name, entry in value.items() if name not in ("inputs", "outputs")}
+    return [
+        {**common, "input": parameters, "output": output}
+        for parameters, output in zip(value["inputs"], value["outputs"], strict=True)
+    ]
+
+
+def _check_statements(texts: Sequence[str]) -> None:
+    """Check that statements are Python that tests something. Raises ValueError."""
+    nodes = list[ast.AST]()
+    for number, text in enumerate(texts, 1):
+        try:
+            with warnings.catch_warnings(action="ignore"):
+                nodes += ast.walk(ast.parse(text))
+        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+            raise ValueError(f"test {number} is neither JSON nor Python: {error}; it begins {text[:80]!r}") from None
+    if texts and not any(isinstance(node, ast.Assert | ast.Call | ast.Raise) for node in nodes):
+        raise ValueError(
+            f"nothing in it can fail, as an assert or a call can; it begins {texts[0][:80]!r}. Name the column with "
+            'the tests, as in check_code(tests="…")'
+        )
+
+
+def _find_name(holder: Mapping[str, Any]) -> str:
+    """The name of a function that a row or a test has, by itself or in ``metadata``; "" for none."""
+    metadata = _load(holder.get("metadata"))
+    holders = [holder, *([cast("Mapping[str, Any]", metadata)] if isinstance(metadata, Mapping) else [])]
+    names = [entries.get(name) for entries in holders for name in _FUNCTION_NAMES]
+    return next((name for name in names if isinstance(name, str) and name), "")
+
+
+def _find_called(item: Mapping[str, Any], name: str, entry: str) -> str:
+    """The function that a test calls; "" for a test of a script.
+
+    Args:
+        item: The test.
+        name: The function that the row names for all tests.
+        entry: The row's ``entry_point``.
+
+    Raises:
+        ValueError: The kind of the test is not known, or it calls a function that nothing names.
+    """
+    name, kind = _find_name(item) or name, item.get("testtype") or item.get("test_type")
+    if not kind and item.get("type") in (*_OF_FUNCTIONS, *_OF_SCRIPTS):
+        kind = item["type"]
+    if kind in _OF_SCRIPTS:
+        return ""
+    if kind and kind not in _OF_FUNCTIONS:
+        raise ValueError(
+            f"'testtype' is {str(kind)[:40]!r}: expected one of {', '.join((*_OF_FUNCTIONS, *_OF_SCRIPTS))}"
+        )
+    if kind and not (name or entry):
+        raise ValueError(
+            "it calls a function, and nothing names it: give 'fn_name' or 'func_name' in the test, in the row, or in "
+            "'metadata' of either"
+        )
+    return name or (entry if kind else "")
+
+
+def _write_call(name: str, parameters: Any, output: Any) -> str:
+    """A test that calls a function. JSON has no tuples, which are equal to lists here.
+
+    Raises:
+        ValueError: The arguments or the result cannot be read.
+    """
+    arguments, named, results = list[Any](), dict[str, Any](), [output]
+    if isinstance(parameters, str):
+        arguments = [_read_json(line, "'input'") for line in parameters.split("\n") if line.strip()]
+        results = [_read_json(output, "'output'") if isinstance(output, str) else output]
+    elif isinstance(parameters, Mapping):
+        named = {str(key): value for key, value in cast("Mapping[Any, Any]", parameters).items()}
+    elif isinstance(parameters, list | tuple):
+        arguments = [*cast("Sequence[Any]", parameters)]
     else:
-        name, pairs = None, ((item["input"], item["output"]) for item in value)
-    pairs = [*pairs]
-    if name:
-        return _Tests(statements=tuple(_write_call(str(name), arguments, wanted) for arguments, wanted in pairs))
-    inputs, outputs = ([_text(pair[side]) for pair in pairs] for side in (0, 1))
-    return _Tests(inputs=tuple(inputs), outputs=tuple(outputs))
-
-
-def _write_call(name: str, arguments: Any, wanted: Any) -> str:
-    """A test that calls a function with these arguments. JSON has no tuples, which are equal to lists here."""
+        raise ValueError(
+            f"'input' is a {type(parameters).__name__}: expected the arguments of {name!r} as a list, an object by "
+            "their names, or a text with a line of JSON for each"
+        )
+    if not isinstance(parameters, str):  # some data sets wrap a result in a list, and some write it as text
+        results += output if isinstance(output, list) and len(cast("list[Any]", output)) == 1 else []
+        with contextlib.suppress(ValueError):
+            results += [_read_json(output, "'output'")] if isinstance(output, str) else []
+    _check_plain([arguments, named, results])
     return (
-        f"import json\n_result = json.loads(json.dumps(_entry({name!r})(*{arguments!r})))\n"
-        f"assert _result == {wanted!r} or [_result] == {wanted!r}, f'{{_result!r}} is wrong'[:200]"
+        f"import json\nnan, inf = float('nan'), float('inf')\n"
+        f"_arguments, _named, _results = {arguments!r}, {named!r}, {results!r}\n"
+        f"_result = json.loads(json.dumps(_entry({name!r})(*_arguments, **_named)))\n"
+        "assert _result in _results, f'{_result!r} is wrong'[:200]"
     )
+
+
+def _read_json(text: str, what: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(
+            f"{what} of a test of a function has {text[:80]!r}, which is no JSON ({error}): write each argument as a "
+            "line of JSON, and the result as JSON; or give the test the testtype 'stdin' if a script reads it"
+        ) from None
+
+
+def _check_plain(value: Any) -> None:
+    """Raise ValueError for a value that a test cannot write down."""
+    if isinstance(value, Mapping):
+        value = [*cast("Mapping[Any, Any]", value).items()]
+    if isinstance(value, list | tuple | set):
+        for item in cast("Sequence[Any]", value):
+            _check_plain(item)
+    elif not isinstance(value, str | bytes | int | float | None):
+        raise ValueError(f"a {type(value).__name__} is no plain data: give numbers, texts, lists and objects")
 
 
 def _text(value: Any) -> str:
