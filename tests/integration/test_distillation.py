@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ from podium.errors import ConfigError
 from podium.models import ModelConfig
 from podium.models.loading import load_model
 from podium.models.tokenizers import load_tokenizer
+from podium.runtime import Cluster
+from podium.telemetry import metrics as names
 from podium.trainer import GRPOConfig, SFTConfig
 from podium_dryrun import describe_memory
 from tests.integration.training import MODEL, metrics_rows, timeless, tiny, train
@@ -92,6 +95,42 @@ def test_answers_of_the_data_are_learned_beside_completions(tmp_path: Path) -> N
     (tmp_path / "none/copy.jsonl").write_text(rows)
     with pytest.raises(ConfigError, match="learns the data's answers, and no training prompt has one"):
         train(config)
+
+
+@pytest.mark.everyday("answers-replicate")
+@pytest.mark.parametrize("strategy", ["replicate", "fsdp2"])
+@pytest.mark.parametrize(
+    "term",
+    [
+        {"loss": {"ppo_clip": 1.0, "cross_entropy": 0.5}},
+        {"loss": {"ppo_clip": 0.0, "cross_entropy": 1.0, "teacher_kl": 1.0}},
+        {"loss": {"ppo_clip": 1.0, "cross_entropy": 0.5}, "entropy_coef": 0.1, "kl_in": "loss", "kl_coef": 0.5},
+    ],
+    ids=["answers", "teacher", "entropy-kl"],
+)
+def test_ranks_change_no_term_of_the_loss(
+    preloaded: Cluster, tmp_path: Path, teacher: Path, term: dict[str, Any], strategy: str
+) -> None:
+    """A minibatch has the completions of one prompt, so that one of two ranks has no answer, or of a prompt without."""
+    rows: list[list[dict[str, Any]]] = []
+    for ranks in (1, 2):
+        folder = tmp_path / str(ranks)
+        folder.mkdir()
+        lines = [{"prompt": f"{number:02d}=", "answer": f"{number:02d}" if number % 3 else ""} for number in range(60)]
+        (folder / "some.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        options = {"options": {"teacher": str(teacher)}} if "teacher_kl" in term["loss"] else {}
+        config = tiny(
+            GRPOConfig, folder, algorithm={**term, **options}, data={"train": str(folder / "some.jsonl")},
+            batch={"prompts": 1}, run={"steps": 5},
+            placement={"ranks": ranks}, parallel={"strategy": strategy if ranks > 1 else "replicate"},
+            eval={"items": 0}, save={"model": False, "every": 0},
+        )  # fmt: skip
+        rows.append(metrics_rows(train(config, "inline" if ranks == 1 else preloaded)))
+    assert {"loss/cross_entropy" in row for row in rows[0]} == {True, False}
+    for alone, ranks in zip(*rows, strict=True):
+        assert alone.keys() == ranks.keys()
+        for name in (*(name for name in alone if name.startswith("loss")), names.GRAD_NORM):
+            assert ranks[name] == pytest.approx(alone[name], rel=1e-3, abs=1e-5), name
 
 
 def test_a_dry_run_knows_the_teacher(tmp_path: Path, teacher: Path) -> None:

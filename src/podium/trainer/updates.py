@@ -76,7 +76,7 @@ def submit_update(
     has a weight for them. Their loss is added to ``updates``."""
     batch = None
     if answers is not None and answers.weight:
-        batch = answers.batch_of(prompts, minibatch.dense(fields.GROUP).tolist(), policy.group.world_size)
+        batch = answers.batch_of(prompts, minibatch.dense(fields.GROUP).tolist())
     if answers is None or batch is None:
         return [policy.update.submit(minibatch)]
     learned = policy.accumulate(batch, AlgorithmConfig(loss="cross_entropy"), weight=answers.weight)
@@ -114,9 +114,9 @@ class Answers:
             return None
         return cls(config, getattr(stream.examples, "examples", ()), tokenizer)
 
-    def batch_of(self, prompts: Sequence[Prompt], groups: Sequence[int], least: int) -> Batch | None:
+    def batch_of(self, prompts: Sequence[Prompt], groups: Sequence[int]) -> Batch | None:
         """Return the answers to those of a step's ``prompts`` that a minibatch has, by the ``groups`` of its rows; None
-        where fewer than ``least`` of them have one."""
+        where none of them has one. There may be fewer than ranks, of which some then have no row."""
         examples = [prompts[group].example for group in dict.fromkeys(groups)]
         places = [self._places[id(example)] for example in examples if id(example) in self._places]
-        return pair_batch([self._pairs[index] for index in places]) if len(places) >= max(least, 1) else None
+        return pair_batch([self._pairs[index] for index in places]) if places else None

@@ -33,5 +33,5 @@ def test_answers_of_conversations_are_learned_whether_or_not_fine_tuning_splits_
     examples = [map_columns(f"row {number}", row, DataConfig()) for number in range(2)]
     answers = Answers(config, examples, make_tokenizer(CHATML))
     prompts = [Prompt(torch.tensor([1]), example, lambda ids: "") for example in examples]
-    batch = answers.batch_of(prompts, [0, 0, 1, 1], 1)
+    batch = answers.batch_of(prompts, [0, 0, 1, 1])
     assert batch is not None and len(batch) == 2
