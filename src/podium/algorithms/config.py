@@ -176,6 +176,16 @@ class AlgorithmConfig:
         return "rollout" if all(loss.ratio_to == "rollout" for loss in losses) else "old"
 
     @property
+    def compared_policy(self) -> str:
+        """Whose log-probabilities, from another pass, an update compares with its own: those of the policy before the
+        step's first update, or of the generator; "" if it compares none. Functions of the user's own are loaded."""
+        if self.updates > 1:
+            return "the policy before the update"
+        by_losses = any(LOSSES.declaration(name).ratio_to == "rollout" for name in self.sampled_losses)
+        by_weights = any(CORRECTIONS.declaration(name).reads_ratio for name in self.corrections)
+        return "the generator" if by_losses or by_weights else ""
+
+    @property
     def losses(self) -> Mapping[str, float]:
         """The weight of each loss by its name, in the order of the configuration."""
         return {self.loss: 1.0} if isinstance(self.loss, str) else self.loss

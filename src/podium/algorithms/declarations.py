@@ -78,6 +78,8 @@ class Declaration:
             loss or a correction whose ratio is to the generator already, where they would count twice.
         by_ratio: The weight that the correction gives to a token depends on the token's own ratio alone, so that score
             centering knows it for tokens that were not sampled.
+        reads_ratio: The correction compares the policy with the generator. Dropout, which is in the policy's update
+            alone, would count as a difference, and is refused.
         imitates: The loss learns from examples, not from rewards. Dropout is then on unless ``model.dropout`` is False.
         defaults: Values of the keys of :data:`DECLARED_DEFAULTS` with which the paper of the function runs it. They
             hold where the user sets no value; those of the loss before those of the estimator.
@@ -104,6 +106,7 @@ class Declaration:
     flat_options: tuple[str, ...] = ()
     weighs: bool = False
     by_ratio: bool = False
+    reads_ratio: bool = True
     imitates: bool = False
     defaults: Mapping[str, Any] = field(default_factory=dict[str, Any])
     source: str = ""

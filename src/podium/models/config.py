@@ -22,7 +22,7 @@ class LoraConfig:
     """The adapters' update is multiplied by alpha / rank."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
     """This share of the adapters' inputs is set to zero during training. Reinforcement learning with several updates a
-    step does not allow dropout.
+    step, or with a comparison of policy and generator, does not allow dropout.
     """
     targets: tuple[str, ...] = ()
     """The linear layers, experts and embeddings with these names get adapters. A layer that shares its weight with
@@ -54,8 +54,8 @@ class ModelConfig:
     where the model needs what sdpa lacks, such as a soft cap."""
     dropout: bool | None = None
     """The model's own dropout and router noise act in updates. null means only in supervised fine-tuning, because noise
-    would change the probability ratios of reinforcement learning. model.lora.dropout acts in both cases.
-    """
+    would change the probability ratios of reinforcement learning: true is refused where they are compared, as is
+    model.lora.dropout, which acts in both cases."""
     gradient_checkpointing: bool = False
     """The backward pass computes activations again instead of keeping them. A step takes about a third longer and needs
     much less memory."""

@@ -11,7 +11,7 @@ from typing import Final, Literal, Self
 
 from pydantic import Field
 
-from podium.algorithms import ADVANTAGES, LOSSES, AlgorithmConfig, Declaration
+from podium.algorithms import ADVANTAGES, CORRECTIONS, LOSSES, AlgorithmConfig, Declaration
 from podium.config import prefer, section
 from podium.errors import ConfigError
 from podium.models import ModelConfig
@@ -21,6 +21,7 @@ from podium.rollout.environments import EnvironmentConfig
 from podium.rollout.sampling import SamplingParams
 from podium.rollout.tasks import DataConfig
 from podium.runs.named_code import check_source
+from podium.runs.schedules import SCHEDULES
 from podium.runs.sections import (
     CriticConfig,
     EvalConfig,
@@ -233,7 +234,9 @@ class PPOConfig(_TrainingConfig):
                 "set run.steps in place of it"
             )
         if all(name in LOSSES for name in self.algorithm.losses):  # each learner checks a function of the user's own
-            check_dropout(self.model, self.algorithm)
+            named = self.run.schedule in SCHEDULES and all(name in CORRECTIONS for name in self.algorithm.corrections)
+            algorithm = self.algorithm if named else replace(self.algorithm, correction="none")
+            check_dropout(self.model, self._settle_correction(algorithm))
         rows, cuts = self.rows, self.algorithm.minibatches
         if rows % cuts:
             raise ConfigError(
@@ -251,7 +254,10 @@ class PPOConfig(_TrainingConfig):
     def resolved_algorithm(self) -> AlgorithmConfig:
         """``algorithm`` with the defaults of its functions, and the correction that "auto" means under this schedule.
         Functions and a schedule of the user's own are loaded."""
-        algorithm = self.algorithm.resolve()
+        return self._settle_correction(self.algorithm.resolve())
+
+    def _settle_correction(self, algorithm: AlgorithmConfig) -> AlgorithmConfig:
+        """``algorithm`` with the correction that "auto" means under this schedule."""
         if algorithm.correction != "auto":
             return algorithm
         on_policy = self.run.staleness == 0 or algorithm.ratio_to == "rollout"

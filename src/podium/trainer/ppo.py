@@ -429,6 +429,8 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
         trains, bound = step > algorithm.critic.critic_warmup, algorithm.epoch_choice.max_kl or math.inf
         own_columns = tuple(list_own_columns(batch))
         inputs = columns.select(batch, columns.MODEL_INPUTS + columns.UPDATE_INPUTS + own_columns)
+        if self._needs_old_logprobs and not algorithm.compared_policy and fields.OLD_LOGPROBS in inputs:
+            inputs = inputs.drop(fields.OLD_LOGPROBS)  # which dropout would make others than those of the update
         with Counting("optimizer steps", algorithm.updates) as count:
             for minibatch in self.minibatches(inputs, step):
                 done = [call.result() for call in pending]  # after the next minibatch was made
@@ -515,7 +517,7 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
 
         With one optimizer step a batch, the update's own log-probabilities, detached, are the old ones. That saves a
         forward pass, and so does a loss whose ratio is to the generator. A KL in the reward needs them earlier, and an
-        advantage may, too.
+        advantage may, too; the update then still takes its own.
         """
         declared = {fields.OLD_LOGPROBS, *columns.EXTRAS.values()} & set(self._declared.columns)
         algorithm = self.config.algorithm

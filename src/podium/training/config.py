@@ -27,17 +27,32 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 def check_dropout(model: ModelConfig, algorithm: AlgorithmConfig) -> None:
-    """Check that dropout of adapters does not change the probability ratios of reinforcement learning.
+    """Check that dropout does not change the probability ratios of reinforcement learning.
 
     Raises:
         ConfigError: Dropout would change them. The message names the keys and the remedy.
     """
-    if model.lora is not None and model.lora.dropout and algorithm.reinforces and algorithm.updates > 1:
+    settings = {
+        "model.lora.dropout": (model.lora.dropout if model.lora is not None else 0.0, "0"),
+        "model.dropout": (model.dropout, "null"),
+    }
+    key = next((name for name, (value, _) in settings.items() if value), "")
+    if not key or not algorithm.reinforces or not algorithm.compared_policy:
+        return
+    value, off = settings[key]
+    what = f"{key} = {str(value).lower()} with"
+    if algorithm.updates > 1:
         raise ConfigError(
-            f"model.lora.dropout = {model.lora.dropout} with algorithm.epochs x algorithm.minibatches = "
-            f"{algorithm.updates} updates a step: the old log-probabilities are computed without dropout, so that it "
-            "would count as a change of the policy; set model.lora.dropout to 0, or make one update a step"
+            f"{what} algorithm.epochs x algorithm.minibatches = {algorithm.updates} updates a step: the old "
+            "log-probabilities are computed without dropout, so that it would count as a change of the policy; set "
+            f"{key} to {off}, or make one update a step"
         )
+    raise ConfigError(
+        f"{what} algorithm.loss = {algorithm.loss!r} and algorithm.correction = {algorithm.correction!r}, which "
+        "compare the policy with the generator: the generator has no dropout, so that it would count as a difference "
+        f"of the two; set {key} to {off}, or choose a loss whose ratio is to the policy before the update, and "
+        "algorithm.correction = none"
+    )
 
 
 @section("optim")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,10 +14,10 @@ from podium.algorithms import AlgorithmConfig
 from podium.errors import ConfigError
 from podium.models import LoraConfig, ModelConfig, load_model, loading
 from podium.telemetry import metrics
-from podium.trainer import GRPOConfig
+from podium.trainer import GRPOConfig, PPOConfig
 from podium.training import OptimConfig
 from podium.workers import Policy
-from tests.integration.training import tiny
+from tests.integration.training import MODEL, metrics_rows, tiny, train
 from tests.unit.training.families import APART, MIXING
 from tests.unit.training.test_row_isolation import TOKENIZER
 from tests.unit.workers.tiny import ADAPTED, TINY, recorded
@@ -73,6 +74,58 @@ def test_dropout_of_adapters_acts_in_one_update_a_step_and_is_refused_in_several
     with pytest.raises(ConfigError, match=r"model\.lora\.dropout = 0\.5 with .* = 2 updates a step"):
         tiny(GRPOConfig, tmp_path, model={"lora": {"dropout": 0.5}}, algorithm={"epochs": 2})
     Policy(model, FROZEN, None, replace(EXAMPLES, epochs=2))
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "what"),
+    [
+        ({"minibatches": 2}, "2 updates a step"),
+        ({"epochs": 3}, "3 updates a step"),
+        ({"correction": "truncate"}, "compare the policy with the generator"),
+        ({"correction": ["high_entropy", "geometric"]}, "compare the policy with the generator"),
+        ({"correction": "bypass"}, "compare the policy with the generator"),
+        ({"loss": "dppo_tv"}, "compare the policy with the generator"),
+        ({"loss": {"ppo_clip": 1.0, "dppo_kl": 0.5}}, "compare the policy with the generator"),
+        ({"correction": "high_entropy"}, ""),
+        ({"kl_in": "reward", "kl_coef": 0.1}, ""),
+        ({"correction": "none"}, ""),
+    ],
+)
+@pytest.mark.parametrize(
+    ("model", "key"),
+    [({"lora": {"dropout": 0.5}}, r"model\.lora\.dropout"), ({"dropout": True}, r"model\.dropout")],
+    ids=["adapters", "model"],
+)
+def test_dropout_is_refused_where_an_update_compares_its_log_probabilities(
+    tmp_path: Path, model: dict[str, Any], key: str, algorithm: dict[str, Any], what: str
+) -> None:
+    with nullcontext() if not what else pytest.raises(ConfigError, match=rf"^{key} = .*{what}.*; set {key} to "):
+        tiny(GRPOConfig, tmp_path, model={**MODEL, **model}, algorithm=algorithm)
+
+
+def test_dropout_is_refused_where_the_schedule_asks_for_a_correction(tmp_path: Path) -> None:
+    """The correction auto means truncate where older weights generate."""
+    settings: dict[str, Any] = {"model": {**MODEL, "dropout": True}, "placement": {"layout": "split"}}
+    with pytest.raises(ConfigError, match=r"correction = 'truncate', which compare"):
+        tiny(GRPOConfig, tmp_path, **settings, run={"schedule": "one_step_off"})
+    tiny(GRPOConfig, tmp_path, **settings, run={"schedule": "one_step_off"}, algorithm={"correction": "none"})
+
+
+@pytest.mark.parametrize("kl_in", ["reward", "none"])
+@pytest.mark.parametrize("noise", ["adapters", "model"])
+def test_dropout_changes_no_ratio_of_a_run_with_one_update(tmp_path: Path, noise: str, kl_in: str) -> None:
+    """A KL in the reward needs log-probabilities from before the update, which have no dropout."""
+    model = {**MODEL, "lora": {"rank": 4, "dropout": 0.5}}
+    if noise == "model":
+        model = {
+            **MODEL,
+            "config": {**cast("dict[str, Any]", MODEL["config"]), "attention_dropout": 0.5},
+            "dropout": True,
+        }
+    algorithm = {"kl_in": kl_in, "kl_coef": 0.1 if kl_in == "reward" else 0.0}
+    rows = metrics_rows(train(tiny(PPOConfig, tmp_path, model=model, algorithm=algorithm, eval={"items": 0})))
+    ratios = [[row[name] for name in (metrics.RATIO_MEAN, metrics.RATIO_MAX, metrics.APPROX_KL)] for row in rows]
+    assert ratios == [[1.0, 1.0, 0.0]] * 2
 
 
 def test_layers_are_computed_again_in_the_backward_pass_of_reinforcement_too() -> None:

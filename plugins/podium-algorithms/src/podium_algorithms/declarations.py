@@ -296,6 +296,7 @@ GEOMETRIC: Final = Declaration(
 )
 HIGH_ENTROPY: Final = Declaration(
     options=HighEntropyOptions,
+    reads_ratio=False,
     minibatch="podium_algorithms.corrections.high_entropy:highest_entropy",
     source="Wang et al. 2025, Beyond the 80/20 Rule, arXiv:2506.01939",
     function="podium_algorithms.corrections.high_entropy:high_entropy",
