@@ -130,6 +130,19 @@ def round_stochastically(values: Tensor, seed: int) -> Tensor:
     return ((values.view(torch.int32) + noise) & -(1 << 16)).view(torch.float32).bfloat16()
 
 
+@torch.no_grad()
+def move_parameter(parameter: Tensor, followed: Tensor, share: float, seed: int) -> None:
+    """Move ``share`` of the way from a parameter to another one that is sharded as it is. In bfloat16 the result is
+    rounded at random by ``seed``: to the nearest, a small share of a small distance would always be 0."""
+    target, goal = _local(parameter), _local(followed)
+    if share == 1.0:
+        target.copy_(goal)
+    elif target.dtype == torch.bfloat16:
+        target.copy_(round_stochastically(target.float().lerp(goal.float(), share), seed))
+    else:
+        target.lerp_(goal.to(target.dtype), share)
+
+
 def _local(tensor: Tensor) -> Tensor:
     """This rank's part of a tensor that FSDP2 shards."""
     part = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # pyright: ignore[reportAttributeAccessIssue]

@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, cast
 
-import torch
 from torch import Tensor
 
 from podium.data import Batch, Jagged, fields
@@ -15,6 +14,7 @@ from podium.models.config import ModelConfig
 from podium.runtime import Worker, concat, endpoint, first, nothing, shard
 from podium.training.config import ParallelConfig
 from podium.training.micro_batches import MicroBatch
+from podium.training.optimizer import move_parameter
 from podium.training.scoring import score_tokens
 from podium.training.sharded_loading import load_parallel
 from podium.training.train_engine import TrainEngine
@@ -96,16 +96,18 @@ class FollowingReference(Learner):
 
     @endpoint(collect=nothing())
     def follow(self, share: float) -> None:
-        """Move ``share`` of the way to the weights that the policy has now; 1 makes this model the policy."""
+        """Move ``share`` of the way to the weights that the policy has now; 1 makes this model the policy.
+
+        The rounding at random of weights in bfloat16 depends on the number of the policy's optimizer steps, and is the
+        same on ranks that hold the same weights.
+        """
         policy = find_sibling(self.ctx, "lend_weights")
         assert policy is not None  # the configuration has both in the same processes
-        with self.engine.awake(), policy.engine.awake(), torch.no_grad():
+        with self.engine.awake(), policy.engine.awake():
             followed = dict(policy.model.named_parameters())
-            for name, parameter in self.model.named_parameters():
-                if share == 1.0:
-                    parameter.copy_(followed[name])
-                else:
-                    parameter.lerp_(followed[name].to(parameter.dtype), share)
+            first_seed = policy.engine.step_count * len(followed)
+            for seed, (name, parameter) in enumerate(self.model.named_parameters(), first_seed):
+                move_parameter(parameter, followed[name], share, seed)
 
     @endpoint(dispatch=shard(args=("batch",), balance="tokens"), collect=concat(), returns="ref", readonly=True)
     def logprobs(self, batch: Batch) -> Batch:
