@@ -89,6 +89,32 @@ def test_numbers_that_a_reward_only_logs_are_not_learned(tmp_path: Path, logs: b
     assert (again / MODEL_FILE).read_bytes() == (run / MODEL_FILE).read_bytes()
 
 
+@pytest.mark.parametrize(
+    "template",
+    [
+        "",
+        "{% for m in messages %}{{ m['content'] }}{% endfor %}",
+        "={% for m in messages %}{{ m['content'] }}{% endfor %}",
+    ],
+    ids=["plain", "same", "opened"],
+)
+@pytest.mark.parametrize(
+    "loss", [{"ppo_clip": 1.0, "cross_entropy": 0.5}, {"ppo_clip": 1.0, "reinforce": 0.5}], ids=["answers", "samples"]
+)
+def test_answers_are_learned_again_or_refused(tmp_path: Path, loss: dict[str, float], template: str) -> None:
+    """A chat template has written the recorded prompt, and would write it again as a message."""
+    (tmp_path / "chat.jinja").write_text(template)
+    data = {"chat_template": str(tmp_path / "chat.jinja")} if template else {}
+    sections: dict[str, Any] = {"algorithm": {"loss": loss}, "data": data, "eval": {"items": 0}}
+    run = train(tiny(GRPOConfig, tmp_path, **sections))
+    if template and "cross_entropy" in loss:
+        with pytest.raises(ConfigError, match=r"algorithm\.loss = .*engine\.name = 'replay'.*: drop cross_entropy"):
+            train(replay_of(run, tmp_path / "again"))
+        return
+    again = train(replay_of(run, tmp_path / "again"))
+    assert (again / MODEL_FILE).read_bytes() == (run / MODEL_FILE).read_bytes()
+
+
 def test_a_replay_that_was_stopped_goes_on_bit_by_bit(tmp_path: Path, recorded: Path) -> None:
     run = train(replay_of(recorded, tmp_path, "--run.steps", "1"))
     train(load_config(GRPOConfig, run / "config.yaml", ["--run.resume", str(run), "--run.steps", "3"]))

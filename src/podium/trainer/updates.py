@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final, cast
 
@@ -14,10 +14,11 @@ from podium.algorithms.objective import MISMATCH_KL
 from podium.data import Batch, fields
 from podium.errors import ConfigError
 from podium.rollout.tasks import Example, PromptStream
+from podium.rollout.tasks.chat_encoder import ChatEncoder
 from podium.rollout.tasks.encode import encode_pairs
 from podium.telemetry import metrics as names
 from podium.trainer.checks.preflight import check_examples
-from podium.trainer.prompts import Prompt, pair_batch
+from podium.trainer.prompts import Prompt, pair_batch, split_answer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -29,6 +30,10 @@ if TYPE_CHECKING:
 # Also where a policy of the user's own reports them.
 _LARGEST: Final = frozenset({names.RATIO_MAX, names.MISMATCH_MAX, names.SKIPPED_STEPS})
 
+_UNLIKE_RECORDED: Final = (
+    "and a replay (engine.name = 'replay') has the tokens of prompts and not the messages, of which a chat template "
+    "would write the prompt and the answer: drop cross_entropy, or train without a replay"
+)
 
 MISMATCH: Final = frozenset({names.MISMATCH_MEAN, names.MISMATCH_MAX, MISMATCH_KL})
 """What an optimizer step reports of the distance between generator and policy."""
@@ -88,7 +93,8 @@ class Answers:
     """The answers of all training prompts that have one, encoded as for supervised fine-tuning.
 
     Raises:
-        ConfigError: The run has sessions of an environment, no prompt has an answer, or one is too long for the model.
+        ConfigError: The run has sessions of an environment, no prompt has an answer, one is too long for the model, or
+            the run is a replay, whose prompts have another form than those of the recorded run.
         DataError: An answer cannot be encoded.
     """
 
@@ -98,6 +104,9 @@ class Answers:
         )
         if config.environment.name:
             raise ConfigError(f"{which}, and the tasks of an environment have no answers: drop cross_entropy")
+        self._refusal = f"{which}, {_UNLIKE_RECORDED}"
+        if config.replays and ChatEncoder(tokenizer, config.data).template is not None:
+            raise ConfigError(self._refusal)
         with_answer = [example for example in examples if example.answer is not None and example.answer.strip()]
         if not with_answer:
             raise ConfigError(f"{which}, and no training prompt has one: set data.answer_column, or drop cross_entropy")
@@ -112,7 +121,17 @@ class Answers:
         """Return the answers of a run's training prompts; None where its loss has no part for them. Raises as above."""
         if config.algorithm.losses.keys() == config.algorithm.sampled_losses.keys():
             return None
-        return cls(config, getattr(stream.examples, "examples", ()), tokenizer)
+        answers = cls(config, getattr(stream.examples, "examples", ()), tokenizer)
+        if config.replays:
+            answers._check_prompts(stream.examples)
+        return answers
+
+    def _check_prompts(self, prompts: Iterable[Prompt]) -> None:
+        """Check that the answers follow the tokens of the prompts themselves. Raises ConfigError."""
+        for prompt in prompts:
+            place = self._places.get(id(prompt.example))
+            if place is not None and split_answer(self._pairs[place])[0] != prompt.token_ids.tolist():
+                raise ConfigError(f"{prompt.example.place}: {self._refusal}")
 
     def batch_of(self, prompts: Sequence[Prompt], groups: Sequence[int]) -> Batch | None:
         """Return the answers to those of a step's ``prompts`` that a minibatch has, by the ``groups`` of its rows; None
