@@ -1,7 +1,9 @@
 """The settings of a grader, and the grade that it gives a completion."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from pydantic import Field
@@ -81,6 +83,8 @@ class Grade:
         abstained: Whether every reward function returned None, so that there is no score. ``score`` is NaN then.
         extra: What the reward logged of the completion as text, by name.
         logged: The names of those parts that functions only logged: figures of which nothing is learned.
+        ruled: The score that a rule gave in place of a reward, as where grading failed, or a session reached a limit;
+            None if no rule did. With ``error`` it is the score. Parts have it, too: see :meth:`with_parts`.
     """
 
     score: float
@@ -91,3 +95,21 @@ class Grade:
     abstained: bool = False
     extra: Mapping[str, str] = field(default_factory=dict)
     logged: frozenset[str] = frozenset()
+    ruled: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.error is not None and self.ruled is None:
+            object.__setattr__(self, "ruled", self.score)
+
+    def with_parts(self, names: Iterable[str]) -> Grade:
+        """Return this with the score of a rule, if one gave it, in those parts of these ``names`` that it lacks."""
+        if self.ruled is None or not (absent := [name for name in names if name not in self.parts]):
+            return self
+        return replace(self, parts={**self.parts, **dict.fromkeys(absent, self.ruled)})
+
+
+def list_learned_parts(grades: Iterable[Grade]) -> list[str]:
+    """Return the names of the parts of ``grades`` of which something is learned, in order."""
+    grades = [*grades]
+    logged = frozenset[str]().union(*(grade.logged for grade in grades))
+    return sorted({name for grade in grades for name in grade.parts} - logged)

@@ -23,6 +23,7 @@ from podium.data import Batch, completion_texts, fields, sampled_tokens
 from podium.data.sampled_text import count_sampled
 from podium.errors import DataError
 from podium.rewards import Grade, Grader
+from podium.rewards.config import list_learned_parts
 from podium.rollout.tasks.messages import template_messages
 from podium.rollout.tasks.reward_encoder import list_scored_tools
 from podium.runtime import Handle
@@ -211,7 +212,8 @@ class ScoredBatch:
 
     @staticmethod
     def join(parts: Sequence[ScoredBatch]) -> ScoredBatch:
-        """Join the graded parts of one step. A part of a reward that only some of them have is NaN in the others."""
+        """Join the graded parts of one step. A part of a reward that only some of them have is NaN in the others, but
+        for grades that a rule gave."""
         named = sorted({name for part in parts for name in part.batch if name.startswith(_FIGURES)})
         nothing = {name: torch.full((1,), math.nan) for name in named}
         batches = [
@@ -223,7 +225,21 @@ class ScoredBatch:
         grades = [grade for part in parts for grade in part.grades or ()]
         others = [part.left_out for part in parts if part.left_out is not None]
         left_out = ScoredBatch.join(others) if others else None
-        return replace(parts[0], batch=Batch.concat(batches), grades=grades, left_out=left_out)
+        joined = replace(parts[0], batch=Batch.concat(batches), grades=grades, left_out=left_out)
+        return joined._with_ruled_parts()
+
+    def _with_ruled_parts(self) -> ScoredBatch:
+        """Return this with the score of a rule in those parts that only other draws of the step have."""
+        grades = _fill_parts(self.grades or ())
+        rows = [
+            row for row, (grade, before) in enumerate(zip(grades, self.grades or (), strict=True)) if grade != before
+        ]
+        columns: dict[str, Tensor] = {}
+        for name in list_learned_parts(grades) if rows else ():
+            if fields.PART + name in self.batch:
+                columns[fields.PART + name] = self.batch.dense(fields.PART + name).clone()
+                columns[fields.PART + name][rows] = torch.tensor([grades[row].parts[name] for row in rows])
+        return replace(self, batch=self.batch.with_columns(columns), grades=grades) if columns else self
 
     @cached_property
     def groups(self) -> list[int]:
@@ -395,15 +411,12 @@ class ScoredBatch:
 
 
 def _fill_parts(grades: Sequence[Grade]) -> Sequence[Grade]:
-    """Give grades of failed gradings, which have no parts, their score in each part of which something is learned."""
-    if all(grade.error is None for grade in grades):
+    """Give grades that a rule gave, which have no parts, the rule's score in each part of which something is
+    learned."""
+    if all(grade.ruled is None for grade in grades):
         return grades
-    logged = frozenset[str]().union(*(grade.logged for grade in grades))
-    names = sorted({name for grade in grades for name in grade.parts} - logged)
-    return [
-        grade if grade.error is None else replace(grade, parts={**dict.fromkeys(names, grade.score), **grade.parts})
-        for grade in grades
-    ]
+    names = list_learned_parts(grades)
+    return [grade.with_parts(names) for grade in grades]
 
 
 def version_range(batch: Batch) -> Tensor:

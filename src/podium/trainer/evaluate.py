@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from podium.data import fields
 from podium.errors import NoRowsError
 from podium.rewards import Grade, Grader
+from podium.rewards.config import list_learned_parts
 from podium.rollout.sampling import SamplingParams
 from podium.rollout.tasks import EncodedPairs, encode_pairs, load_examples
 from podium.runs.config import InferenceConfig
@@ -20,6 +21,7 @@ from podium.runtime import Handle
 from podium.spelling import write_count
 from podium.telemetry import Note, emit
 from podium.telemetry.held_out import LOSS, TOKEN_ACCURACY
+from podium.telemetry.metrics import REWARD_PART_PREFIX
 from podium.telemetry.progress import Counting
 from podium.trainer.checks.preflight import (
     check_examples,
@@ -93,8 +95,10 @@ def score_held_out(
             keep.make_folder()
             write_completions(keep, scored, None)
         reads_answers = _collect(scored, grader, items, answers=sampling.n > 1)
+    failed = Grade(config.reward.failure_score, ruled=config.reward.failure_score)
     for item in items:
-        item += [Sampled(Grade(config.reward.failure_score))] * (sampling.n - len(item))
+        item += [Sampled(failed)] * (sampling.n - len(item))
+    _fill_parts(items, config.judged_by[0])
     sources = [prompt.example.source for prompt in prompts]
     scores = scores_of(items, config.judged_by[0], sources, reads_answers=reads_answers)
     samples = () if scored is None else scored.samples(_SAMPLES)
@@ -125,6 +129,15 @@ def _collect(scored: ScoredBatch, grader: Grader, items: Sequence[list[Sampled]]
             answer = read[place] if read is not None else None
             items[part.groups[row]].append(Sampled(grade, length, reasons[row] == "length", answer))
     return is_read
+
+
+def _fill_parts(items: Sequence[list[Sampled]], figure: str) -> None:
+    """Give completions whose grade a rule gave, such as those of sessions that failed, the rule's score in each part
+    of the reward, and in the part that judges the run, whose ``figure`` would otherwise be that of the others alone."""
+    judging = [figure.removeprefix(REWARD_PART_PREFIX)] if figure.startswith(REWARD_PART_PREFIX) else []
+    names = [*list_learned_parts(sample.grade for item in items for sample in item if sample.grade), *judging]
+    for item in items:
+        item[:] = [replace(sample, grade=sample.grade and sample.grade.with_parts(names)) for sample in item]
 
 
 def _explain_scores(grades: Sequence[Grade], set_name: str) -> str:

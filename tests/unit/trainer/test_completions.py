@@ -90,6 +90,29 @@ def test_a_failed_grading_has_its_score_in_each_part_that_is_learned() -> None:
     assert graded.grades[1].parts == {"code": -1.0, "format": -1.0}, "a replay learns from what is written"
 
 
+def test_a_rule_counts_in_the_parts_that_only_other_draws_have() -> None:
+    """A draw may have sessions alone that a limit ended; the parts are those of the whole step."""
+    first = scored(None).with_grades([Grade(score, {"right": score}) for score in (1.0, 0.0, 1.0, 1.0)], torch.ones(4))
+    ruled = [Grade(0.75, ruled=0.0), Grade(0.0, ruled=0.0), Grade(-1.0, error="ran over 5 s"), Grade(0.5)]
+    joined = ScoredBatch.join([first, scored(None).with_grades(ruled, torch.ones(4))])
+    right = joined.batch.dense(fields.PART + "right")
+    assert right[:7].tolist() == [1.0, 0.0, 1.0, 1.0, 0.0, 0.0, -1.0] and right[7].isnan()
+    assert joined.grades is not None
+    assert [grade.parts.get("right") for grade in joined.grades[4:]] == [0.0, 0.0, -1.0, None]
+    again = ScoredBatch.join([scored(None).with_grades(ruled, torch.ones(4)), joined])
+    assert again.batch.dense(fields.PART + "right")[[0, 1, 2]].tolist() == [0.0, 0.0, -1.0]
+
+
+def test_a_session_that_was_ended_has_the_score_of_the_rule_without_rewards_of_turns() -> None:
+    numbers = torch.tensor([0, 1, 2, 3])
+    earned = [Earned(1.0, {"right": 1.0}, 0.5, False), Earned(0.0, {}, 0.5, True), *[Earned(0.0, {}, 0.0, True)] * 2]
+    batch = rollouts().with_columns({fields.TRAJECTORY: numbers, fields.SESSION: numbers, fields.GRADE: earned})
+    with Grader(RewardConfig(), in_script=True) as grader:
+        graded = grade_sessions(scored(None, batch), grader, RewardConfig())
+    assert graded.batch.dense(fields.PART + "right").tolist() == [1.0, 0.0, 0.0, 0.0]
+    assert graded.grades is not None and graded.grades[1].score == 0.5
+
+
 def test_a_part_of_the_reward_that_no_completion_has_is_no_metric() -> None:
     """A filter may drop the groups that have it."""
     grades = [Grade(score, {"a": score} if score == 1.0 else {}) for score in (1.0, 1.0, 0.5, 0.5)]

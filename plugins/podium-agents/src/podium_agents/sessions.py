@@ -400,7 +400,8 @@ def grade_sessions(
 
     A session is graded once, by the last answer of its first agent without a score, and the others without one share
     this grade. The rows of a trajectory have one grade, whose score includes the rewards of turns; the column
-    ``rewards`` does not, because these stand in ``token_rewards``. A session that filled the context is not correct.
+    ``rewards`` does not, because these stand in ``token_rewards``. A session that filled the context is not correct,
+    and a rule gives its score.
     A score to which both the reward and turns contribute is the sum of several rewards, and so no verdict by itself.
     Trajectories that the reward leaves out are ``left_out``.
 
@@ -420,7 +421,8 @@ def grade_sessions(
         by_session = dict(zip([sessions[row] for row in graded], answers, strict=True))
         answer_grades = {numbers[row]: by_session[sessions[row]] for row in missing}
     row_grades = [
-        answer_grades.get(number) or Grade(score=earned.score or 0.0)
+        answer_grades.get(number)
+        or Grade(score=earned.score or 0.0, ruled=(earned.score or 0.0) if earned.full else None)
         for number, earned in zip(numbers, earned_by_row, strict=True)
     ]
     grades: list[Grade] = []

@@ -40,7 +40,7 @@ class Outcome:
 
     Attributes:
         score: The reward of the whole session; None if ``reward.name`` scores the last answer.
-        parts: Named parts of the reward, which are only shown.
+        parts: Named parts of the reward, which are metrics, and which the estimator ``gdpo`` learns.
         agents: The rewards of agents with a reward of their own (``client.agent(name)``), by name. Other agents share
             ``score``.
     """
@@ -74,7 +74,7 @@ class Step:
         say: The next message to the model; None or "" once the session is over.
         reward: The reward of this turn. The rewards of all turns add up.
         done: Whether the session is over.
-        parts: Named parts of the session's reward, which are only shown. Those of later steps replace earlier ones.
+        parts: Named parts of the session's reward, as in :class:`Outcome`. Those of later steps replace earlier ones.
     """
 
     say: Messages | None = None
