@@ -13,14 +13,23 @@ from collections import Counter
 from contextvars import copy_context
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import pytest
+from pydantic import Field
 
 from podium.errors import ConfigError
 from podium_agents import SessionError, Toolbox, ToolError, in_thread, tool
 from podium_agents.environments.calls import session_counts
 from tests.waits import LONG_S, all_end
+
+
+@dataclass
+class Part:
+    """A part, as a tool takes and returns it."""
+
+    name: str
+    made: datetime.date | None = None
 
 
 def add(a: int, b: int = 1, how: Literal["x", "y"] = "x") -> int:
@@ -103,6 +112,57 @@ def test_annotations_and_docstring_make_the_schema() -> None:
         },
         "required": ["a"],
     }
+
+
+Short = Annotated[str, Field(max_length=3)]
+
+
+def describe(
+    field: Annotated[int, Field(description="By a field.", gt=0)],
+    both: Annotated[int, Field(description="By a field.")],
+    later: Annotated[Short, Field(description="By a later field.")],
+    constrained: Short,
+    empty: Annotated[int, Field(description="")],
+    part: Annotated[Part, Field(description="By a field.")],
+    nothing: Annotated[int, "a note"],
+    kept: Annotated[int, Field(description="By a field.")] = 4,
+    default: int = Field(3, description="By a default.", le=9),
+    made: list[int] = Field(default_factory=list),  # noqa: B008 - as models have it
+) -> list[int]:
+    """Describe.
+
+    Args:
+        both: By the docstring.
+        constrained: By the docstring.
+        empty: By the docstring.
+        made: By the docstring.
+    """
+    return [field, kept, default, *made]
+
+
+def test_a_description_in_a_field_is_read_and_comes_before_the_docstring() -> None:
+    parameters = tool(describe).schema["function"]["parameters"]
+    assert {name: entry.get("description") for name, entry in parameters["properties"].items()} == {
+        "field": "By a field.",
+        "both": "By a field.",
+        "later": "By a later field.",
+        "constrained": "By the docstring.",
+        "empty": "By the docstring.",
+        "part": "By a field.",
+        "nothing": None,
+        "kept": "By a field.",
+        "default": "By a default.",
+        "made": "By the docstring.",
+    }
+    assert parameters["properties"]["field"]["exclusiveMinimum"] == 0
+    assert parameters["properties"]["constrained"]["maxLength"] == 3
+    assert parameters["properties"]["default"]["default"] == 3
+    assert parameters["required"] == ["field", "both", "later", "constrained", "empty", "part", "nothing"]
+    arguments = dict.fromkeys(("field", "both", "empty", "nothing"), 1)
+    arguments |= {"later": "abc", "constrained": "abc", "part": {"name": "bolt"}}
+    box = Toolbox([describe])
+    assert json.loads(answer(box, "describe", arguments)) == [1, 4, 3]
+    assert "default: Input should be less than or equal to 9" in answer(box, "describe", {**arguments, "default": 10})
 
 
 def test_a_call_is_answered_and_what_goes_wrong_is_said() -> None:
@@ -286,14 +346,6 @@ def test_a_process_writes_results_as_a_thread_does() -> None:
     for function, arguments in ((place, {"state": [], "x": 1}), (refuse, {}), (add, {"a": 1})):
         said = {answer(Toolbox([tool(function, process=on)]), function.__name__, arguments) for on in (True, False)}
         assert len(said) == 1, said
-
-
-@dataclass
-class Part:
-    """A part, as a tool takes and returns it."""
-
-    name: str
-    made: datetime.date | None = None
 
 
 def test_what_is_no_json_is_told_as_arguments_are_written() -> None:

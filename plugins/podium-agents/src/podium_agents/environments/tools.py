@@ -25,10 +25,11 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 from pydantic import ConfigDict, Field, PydanticUserError, ValidationError, create_model
 from pydantic.errors import PydanticSchemaGenerationError
+from pydantic.fields import FieldInfo
 
 from podium.errors import ConfigError
 from podium.exceptions import describe_error, read_text
@@ -90,7 +91,8 @@ def tool(
 
     Args:
         function: A function or a coroutine function, with annotations. A function that is no coroutine function runs in
-            a thread. Its docstring may have a section "Args:" with a line for each parameter.
+            a thread. Its docstring may have a section "Args:" with a line for each parameter. A description in a
+            pydantic ``Field``, in ``Annotated`` or as the default, comes before it.
         name: The name for the model; the function's own by default.
         time_limit_s: A call that takes longer is answered with an error. The call's thread cannot be ended and
             continues. None for no limit but the session's.
@@ -249,6 +251,18 @@ def _describe_parameter(doc: str) -> tuple[str, dict[str, str]]:
 _SECTIONS: Final = frozenset({"Args", "Arguments", "Parameters", "Returns", "Raises", "Yields", "Examples", "Example"})
 
 
+def _make_field(parameter: inspect.Parameter, about: str) -> tuple[Any, Any]:
+    """A parameter as a field of a model: its annotation and its default. What the docstring says of it is ``about``; a
+    description in a ``Field`` is written for the schema, and comes first."""
+    annotation, default = parameter.annotation, parameter.default
+    infos = [info for info in (*getattr(annotation, "__metadata__", ()), default) if isinstance(info, FieldInfo)]
+    if about and not any(info.description for info in infos):
+        annotation = Annotated[annotation, Field(description=about)]
+    if isinstance(default, FieldInfo):
+        return annotation, default
+    return annotation, Field(... if default is parameter.empty else default)
+
+
 def _arguments_model(function: Callable[..., Any], label: str, fixed: Mapping[str, Any], about: dict[str, str]) -> Any:
     """A model of the arguments that the language model gives."""
     parameters = inspect.signature(function, eval_str=True).parameters
@@ -267,8 +281,7 @@ def _arguments_model(function: Callable[..., Any], label: str, fixed: Mapping[st
             raise ConfigError(
                 f"the tool {label!r} has the parameter {parameter.name!r} without an annotation: write its type"
             )
-        default = ... if parameter.default is parameter.empty else parameter.default
-        fields[parameter.name] = (parameter.annotation, Field(default, description=about.get(parameter.name)))
+        fields[parameter.name] = _make_field(parameter, about.get(parameter.name, ""))
     try:
         model = create_model(f"{label}_arguments", __config__=ConfigDict(extra="forbid"), **fields)
         model.model_json_schema()
