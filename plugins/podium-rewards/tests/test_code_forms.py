@@ -84,7 +84,7 @@ def test_the_share_of_calls_that_pass_is_the_score() -> None:
         ([LINES, {"input": "1"}], "test 2 is no object with 'input' and 'output'"),
         ([LINES, "assert f(1) == 2"], "test 2 is no object"),
         ({"inputs": ["1"], "output": ["1"]}, "it has the entries 'inputs', 'output': expected 'inputs' and 'outputs'"),
-        ({"inputs": ["1"], "outputs": []}, "it has 1 inputs and 0 outputs"),
+        ({"inputs": ["1"], "outputs": []}, "it has 1 input and 0 outputs"),
         ('[{"input": "1", "output": ', "test 1 is neither JSON nor Python"),
         ("eJxLTEoGAAJNASc=", "test 1 is neither JSON nor Python"),
         ("eJxLTEoGAAJNASc", "nothing in it can fail.*check_code"),

@@ -18,6 +18,7 @@ from typing import Any, Final, cast
 
 from podium.errors import ConfigError
 from podium.rewards.columns import reads
+from podium.spelling import write_count
 from podium_rewards.sandbox import Kind, Limits, check_sandbox, run_programs
 
 __all__ = ["CodeReward", "check_code", "find_code"]
@@ -206,7 +207,8 @@ def _split(value: Mapping[str, Any]) -> list[Any]:
     if not {"inputs", "outputs"} <= value.keys():
         raise ValueError(f"it has the entries {', '.join(map(repr, value)) or 'none'}: expected 'inputs' and 'outputs'")
     if len(value["inputs"]) != len(value["outputs"]):
-        raise ValueError(f"it has {len(value['inputs'])} inputs and {len(value['outputs'])} outputs")
+        counts = write_count(len(value["inputs"]), "input"), write_count(len(value["outputs"]), "output")
+        raise ValueError(f"it has {counts[0]} and {counts[1]}")
     common = {name: entry for name, entry in value.items() if name not in ("inputs", "outputs")}
     return [
         {**common, "input": parameters, "output": output}

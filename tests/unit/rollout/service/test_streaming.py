@@ -171,16 +171,16 @@ def test_what_is_certain_at_any_token_begins_the_answer_that_ends_at_any_later_o
     service, _, _ = scripted(tokenizer=tokenizer_of(family))
     request = {"tools": tools, "parallel_tool_calls": False} if tools and dice.random() < 0.5 else {"tools": tools}
     for _ in range(count):
-        asked = service.chat(ChatRequest(messages=[USER], **request))
+        question = service.chat(ChatRequest(messages=[USER], **request))
         ids = draw_answer(family, dice)
         longest = Delta()
         for stop in range(len(ids) + 1):
-            certain = streaming._certain(service, asked, ids[:stop])
+            certain = streaming._certain(service, question, ids[:stop])
             longest = Delta(
                 max(longest.content, certain.content, key=len), max(longest.reasoning, certain.reasoning, key=len)
             )
-            sampled = service._cut(asked, Sampled(ids[:stop], [0.0] * stop, [0] * stop, "length"))
-            message = service._answer(asked, sampled).message
+            sampled = service._cut(question, Sampled(ids[:stop], [0.0] * stop, [0] * stop, "length"))
+            message = service._answer(question, sampled).message
             text = repr(service.decode(ids[:stop], special=True))
             assert (message["content"] or "").startswith(longest.content), text
             assert message.get("reasoning_content", "").startswith(longest.reasoning), text
@@ -188,20 +188,20 @@ def test_what_is_certain_at_any_token_begins_the_answer_that_ends_at_any_later_o
 
 @pytest.mark.parametrize(("family", "tools"), FORMS)
 def test_the_pieces_of_an_answer_of_any_family_join_to_its_message(family: Family, tools: Any) -> None:
-    text = family.thought.format("Easy.") + family.text.format("The answer is 4.") + family.end
+    whole_text = family.thought.format("Easy.") + family.text.format("The answer is 4.") + family.end
     call = family.call.replace("NAME", "look").replace("ARGS", '{"x": "a"}') + (family.end_of_call or family.end)
-    for said in [text, family.text.format("4 or 5"), *([call] if tools and family.tools else [])]:
+    for answer_text in [whole_text, family.text.format("4 or 5"), *([call] if tools and family.tools else [])]:
         tokenizer = tokenizer_of(family)
-        service, _, _ = scripted(said, tokenizer=tokenizer)
+        service, _, _ = scripted(answer_text, tokenizer=tokenizer)
         deltas, answer = asyncio.run(pieces(service, tools=tools))
         assert "".join(delta.reasoning for delta in deltas) == answer.message.get("reasoning_content", "")
         assert "".join(delta.content for delta in deltas) == (answer.message["content"] or "")
-        assert ("tool_calls" in answer.message) == (said == call)
-        assert said != text or len(deltas) > 5, "the text comes while it is drawn"
+        assert ("tool_calls" in answer.message) == (answer_text == call)
+        assert answer_text != whole_text or len(deltas) > 5, "the text comes while it is drawn"
 
 
 @pytest.mark.parametrize(
-    ("said", "content"),
+    ("sampled", "content"),
     [
         ("<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>fin", ""),
         ("<|channel|>analysis<|message|>hm<|end|><|start|>assistant", ""),
@@ -214,9 +214,9 @@ def test_the_pieces_of_an_answer_of_any_family_join_to_its_message(family: Famil
     ],
 )
 @pytest.mark.parametrize("tools", [None, TOOLS], ids=["plain", "tools"])
-def test_a_header_that_a_cut_left_unfinished_is_no_content(said: str, content: str, tools: Any) -> None:
+def test_a_header_that_a_cut_left_unfinished_is_no_content(sampled: str, content: str, tools: Any) -> None:
     (family,) = (family for family in FAMILIES if family.name == "gpt_oss")
-    service, _, _ = scripted(said, tokenizer=tokenizer_of(family))
+    service, _, _ = scripted(sampled, tokenizer=tokenizer_of(family))
     deltas, answer = asyncio.run(pieces(service, tools=tools))
     assert answer.message["content"] == content == "".join(delta.content for delta in deltas)
 
