@@ -16,6 +16,14 @@ _WORDS: Final = r"SECRET|PASSWORD|PASSWD|PASSPHRASE|PASSCODE|CREDENTIAL|COOKIE|W
 _VARIABLE: Final = re.compile(
     rf"({_WORDS}|TOKEN|KEY|AUTH|CONNECTION_STRING)S?(_|$)|(^|_|SSH)PASS$|_(PWD|PAT)$|^(AWS_|PAT$)", re.IGNORECASE
 )  # of environments, where hardly another variable is called so
+_PASSWORD: Final = re.compile(rf"({_WORDS})S?(_|$)|(^|_|SSH)PASS$|_(PWD|PAT)$|^PAT$", re.IGNORECASE)
+_COUNTED: Final = re.compile(
+    r"(^|_)(MAX|MIN|MOST|LEAST|NUM|NUMBER|COUNT|LIMIT|SIZE|LENGTH|LEN|BUDGET|TIMEOUT|TTL|RETRIES|ATTEMPTS|SECONDS)(_|$)",
+    re.IGNORECASE,
+)  # of variables whose number counts something
+_FEW_DIGITS: Final = re.compile(r"(0|[1-9][0-9]{0,6})(\.[0-9]{1,3})?")
+_TRUTHS: Final = frozenset({"true", "false", "yes", "no", "on", "off"})
+_REGION: Final = re.compile(r"[a-z]{2,3}(-[a-z]{2,9}){1,3}-[0-9]{1,2}")
 _KEY: Final = re.compile(
     rf"(^|_)(({_WORDS})S?(_URL|_VALUE)?|AUTH|AUTHORIZATION|PASS|PWD|PAT|TOKEN"
     r"|(API|ACCESS|PRIVATE|SECRET|AUTH|SIGNING|ENCRYPTION|ACCOUNT|SERVICE|SESSION|LICENSE|MASTER|ADMIN)_?KEYS?)$"
@@ -65,11 +73,19 @@ _known: set[str] = set()  # secrets that this process was given
 def find_secrets(allowed: Collection[str] = (), env: Mapping[str, str] | None = None) -> list[str]:
     """Return the names of the variables of ``env`` that are secrets by their name, or whose value looks like one,
     except those that are ``allowed``. None means this process's variables.
+
+    A name that speaks of a secret makes none of a value that plainly is no secret: a truth value, the region of a
+    cloud, or a number of few digits where the name says that it counts something. A password may be any of these.
     """
     return [
         name
         for name, value in (os.environ if env is None else env).items()
-        if name not in allowed and (_VARIABLE.search(name) or next(_find_signs(value), "") or _is_wandb(name, value))
+        if name not in allowed
+        and (
+            (_VARIABLE.search(name) and not _is_plain(name, value))
+            or next(_find_signs(value), "")
+            or _is_wandb(name, value)
+        )
     ]
 
 
@@ -234,6 +250,16 @@ def _hide_inner(entry: re.Match[str]) -> str:
 
 def _replace(found: re.Match[str]) -> str:
     return (found["head"] or found["scheme"] or found["hook"] or "") + MASK
+
+
+def _is_plain(name: str, value: str) -> bool:
+    """Whether the value of a variable is plainly no secret, although the variable is called as those of secrets are."""
+    if _PASSWORD.search(name):
+        return False
+    if value.lower() in _TRUTHS or (name.upper().endswith("_REGION") and _REGION.fullmatch(value)):
+        return True
+    is_count = _COUNTED.search(name) is not None and _KEY.search(name.upper()) is None
+    return is_count and _FEW_DIGITS.fullmatch(value) is not None
 
 
 def _is_wandb(name: str, value: str) -> bool:

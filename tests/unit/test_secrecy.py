@@ -206,6 +206,24 @@ def test_variables_are_secrets_by_name_or_value(monkeypatch: pytest.MonkeyPatch)
     assert "MY_PAT" not in find_secrets(["MY_PAT"])
 
 
+def test_a_value_that_plainly_is_none_is_no_secret_whatever_its_name() -> None:
+    plain = {
+        "REWARD_MAX_TOKENS": "4096", "MAX_TOKENS": "131072", "MAX_TOKENS_PER_CALL": "0", "TOKEN_LIMIT": "1.5",
+        "AUTH_TIMEOUT": "30", "USE_AUTH": "true", "HF_HUB_DISABLE_IMPLICIT_TOKEN": "False", "ADD_EOS_TOKEN": "no",
+        "AWS_REGION": "us-east-1", "AWS_DEFAULT_REGION": "ap-southeast-2", "AWS_MAX_ATTEMPTS": "3",
+        "AWS_EC2_METADATA_DISABLED": "true", "KEY_LENGTH": "2048",
+    }  # fmt: skip
+    secret = {
+        "MAX_TOKENS": DRAWN, "TOKEN_LIMIT": "31415926535", "PIN_TOKEN": "4821", "MFA_TOKEN": "000123", "API_KEY": "7",
+        "MAX_API_KEY": "1234567", "MAX_TOKEN": "4096", "ACCESS_TOKENS": "4096", "MAX_PASSWORD": "31415", "PASS": "on",
+        "DB_PASSWORD": "true", "USE_PASSWORD_LIMIT": "3", "LOGIN_SECRET": "yes", "MY_PAT": "off", "AWS_PROFILE": "prod",
+        "AWS_REGION": "AKIA" + "A1B2C3D4" * 2, "AWS_ACCESS_KEY_ID": "1", "AWS_SECRET_REGION": "us-east-1",
+        "MIN_TOKENS": " 1", "NUM_TOKENS": "\uff11", "TOKEN": "correct-horse-battery-7", "COOKIE_SIZE": "1",
+    }  # fmt: skip
+    assert find_secrets(env=plain) == []
+    assert find_secrets(env=secret) == [*secret]
+
+
 @pytest.mark.parametrize(
     "words",
     [

@@ -136,6 +136,7 @@ class GradingProcesses:
         try:
             loaded = loading.result(START_LIMIT_S).extra
             self.notes, self.extras = loaded["notes"].splitlines(), frozenset(loaded["extras"].split())
+            self.notes += self._explain_withheld(loaded["texts"])
         except BaseException as error:
             self.stop(_LOOKS_S)  # while it imports, the dispatcher does not hear
             if not isinstance(error, TimeoutError):
@@ -271,6 +272,25 @@ class GradingProcesses:
         return "".join(
             f". The environment's {name} does not reach rewards unless reward.env names it" for name in named
         )
+
+    def _explain_withheld(self, texts: str) -> list[str]:
+        """Sentences on variables that rewards do not have and whose names are in their code. A reward that handles
+        their absence by itself would never raise an error that tells of it.
+
+        Args:
+            texts: A line for each reward, with its name, a tab, and the texts in its code.
+        """
+        notes = list[str]()
+        for line in texts.splitlines():
+            name, _, reached = line.partition("\t")
+            if named := [variable for variable in self._withheld if variable in reached.split()]:
+                do = "does" if len(named) == 1 else "do"
+                notes.append(
+                    f"the reward {name} names {' and '.join(named)}, which {do} not reach it, because variables that "
+                    f"look like secrets are withheld: set --reward.env '[{', '.join([*self._config.env, *named])}]' "
+                    "if the reward reads them"
+                )
+        return notes
 
     def _explain_end(self) -> RewardError:
         if self._stopping:

@@ -29,6 +29,7 @@ from podium.errors import ConfigError
 from podium.exceptions import describe_error, format_error
 from podium.processes import Channel, Frame, FrameError, Supervisor, describe_exit, make_frame, supervise
 from podium.rewards.grading_process import ALIVE, REPLACE, encode, grade_awaited, grade_items
+from podium.rewards.reached_texts import list_reached_names
 from podium.rewards.reward_functions import Result, RewardFunctions
 
 MOST_RESULT_BYTES: Final = 1 << 20
@@ -82,9 +83,9 @@ def _load(settings: Settings) -> tuple[RewardFunctions | None, Result]:
             optional=settings.optional,
             time_limit_s=settings.time_limit_s,
         )
-        return functions, Result(
-            0.0, extra={"notes": "\n".join(functions.notes), "extras": " ".join(sorted(functions.extras))}
-        )
+        texts = [f"{form.name}\t{' '.join(list_reached_names(form.reward))}" for form in functions.forms]
+        extra = {"notes": functions.notes, "texts": texts, "extras": sorted(functions.extras)}
+        return functions, Result(0.0, extra={name: "\n".join(lines) for name, lines in extra.items()})
     except ConfigError as error:
         return None, Result(problem=str(error), limit="configuration")
     except BaseException as error:  # noqa: BLE001 - a user's module may raise anything while it is imported
