@@ -121,3 +121,23 @@ def test_a_filtered_run_resumes_bit_by_bit(tmp_path: Path) -> None:
     prompts = read_ledger(whole / "ledger.jsonl").counts()
     rows = sum(1 for line in (tmp_path / "whole" / "copy.jsonl").read_text().splitlines())
     assert rows * 0.7 < sum(prompts.values()) / epochs[0][-1] < rows, "an epoch counts what the filter dropped, too"
+
+
+@pytest.mark.everyday("gdpo")
+@pytest.mark.parametrize("advantage", ["gdpo", "grpo"])
+def test_groups_whose_parts_alone_differ_are_trained_by_an_estimator_of_parts(tmp_path: Path, advantage: str) -> None:
+    options = {"options": {"part_weights": {"odd": 1.0, "even": 0.2}}} if advantage == "gdpo" else {}
+    rewards = {"name": [f"{__name__}:odd", f"{__name__}:even"], "processes": 1}
+    run = train(settings_of(tmp_path, 2, reward=rewards, algorithm={"advantage": advantage, **options}))
+    for row in metrics_rows(run):
+        assert (row[metrics.GRAD_NORM] > 0) == (advantage == "gdpo")
+        assert (row[metrics.FILTER_DROPPED] == 1.0) == (row[metrics.FLAT_GROUPS] == 1.0) == (advantage == "grpo")
+
+
+def odd(completion: str) -> float:
+    return float(sum(map(ord, completion)) % 2)
+
+
+def even(completion: str) -> float:
+    """Together with the other part always 1."""
+    return 1.0 - odd(completion)

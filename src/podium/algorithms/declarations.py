@@ -49,6 +49,9 @@ class Declaration:
             ``config.read_options``.
         needs_values: The estimator reads a critic's values, so that the trainer starts a critic.
         needs_groups: The estimator compares the completions of a prompt, so that each prompt needs two or more.
+        compares: What the estimator compares between them: their whole rewards, the parts of these, or what each of
+            their turns still earns. A group in which all of it is equal is flat: a filter drops it, and
+            ``reward/flat_groups`` counts it.
         below_n: Options of the estimator that must be below ``sampling.n``, because groups of no more
             completions than that teach it nothing.
         needs_greedy: The estimator reads ``inputs.baseline_B``: the rewards of greedy completions, which are drawn and
@@ -91,6 +94,7 @@ class Declaration:
     options: type | None = None
     needs_values: bool = False
     needs_groups: bool = False
+    compares: Literal["rewards", "parts", "turns"] = "rewards"
     below_n: tuple[str, ...] = ()
     needs_greedy: bool = False
     columns: tuple[str, ...] = ()

@@ -3,9 +3,10 @@
     first draw     batch.prompts prompts ─▶ graded ─┬─▶ groups that differ ───────────▶ trained
     further draws  as many as were dropped ◀────────┘ groups whose rewards are equal ─▶ dropped
 
-A group whose rewards are all equal has no signal for an advantage that compares the completions of a prompt. Yu et al.
-2025, DAPO, arXiv:2503.14476, section 3.2, draw until a batch is full. Here the number of further draws has a bound:
-after it the step trains with the groups that it has.
+A group whose rewards are all equal has no signal for an advantage that compares the completions of a prompt, or whose
+parts of rewards, or rewards of turns, are equal where it compares these. Yu et al. 2025, DAPO, arXiv:2503.14476,
+section 3.2, draw until a batch is full. Here the number of further draws has a bound: after it the step trains with the
+groups that it has.
 """
 
 from __future__ import annotations
@@ -16,27 +17,48 @@ from statistics import fmean
 
 import torch
 
+from podium.algorithms import ADVANTAGES, AlgorithmConfig
+from podium.algorithms.compared import find_flat, stack_parts
 from podium.data import fields
 from podium.runs.sections import PromptChoice
 from podium.telemetry import metrics as names
 from podium.telemetry.formatting import percent
+from podium.trainer import step_columns as columns
 from podium.trainer.completions import ScoredBatch
 from podium.trainer.prompts import Prompt
+from podium.workers.estimator import Trajectories
 
 
-def list_flat(scored: ScoredBatch, by: str) -> set[int]:
+def list_flat(scored: ScoredBatch, by: str, algorithm: AlgorithmConfig | None = None) -> set[int]:
     """Return the groups whose rows are all equally good. Of sessions with several agents, the rows of each agent are
     compared with one another, as an advantage compares them.
 
     Args:
         by: What is compared: the rewards, or whether completions are correct, by :meth:`.ScoredBatch.is_correct`.
+        algorithm: Its estimator says what it compares of the rewards: these as a whole by default.
     """
-    values: dict[int, dict[str, set[float]]] = {}
-    agents = scored.batch.python(fields.AGENT) if fields.AGENT in scored.batch else [""] * len(scored.batch)
-    for row, (group, agent, reward) in enumerate(zip(scored.groups, agents, sum_rewards(scored), strict=True)):
-        value = reward if by == "rewards" else float(scored.is_correct(row, reward))
-        values.setdefault(group, {}).setdefault(agent, set()).add(value)
-    return {group for group, by_agent in values.items() if all(len(distinct) == 1 for distinct in by_agent.values())}
+    batch, groups = scored.batch, scored.groups
+    compares = "rewards" if algorithm is None else ADVANTAGES.declaration(algorithm.advantage).compares
+    if by == "rewards" and compares == "turns" and algorithm is not None and fields.TURN in batch:
+        tokens = columns.select(batch, (*columns.FIGURE_INPUTS, fields.TURN)).fetch()
+        trajectories = Trajectories.of(tokens)
+        flat_B = trajectories.find_flat(tokens, algorithm)[trajectories.trajectory_B]
+    else:
+        agents = batch.python(fields.AGENT) if fields.AGENT in batch else [""] * len(groups)
+        codes = {key: code for code, key in enumerate(dict.fromkeys(zip(groups, agents, strict=True)))}
+        group_B = torch.tensor([codes[key] for key in zip(groups, agents, strict=True)], dtype=torch.int64)
+        flat_B = find_flat(_list_compared(scored, by, algorithm if compares == "parts" else None), group_B)
+    return {*groups} - {group for group, flat in zip(groups, flat_B.tolist(), strict=True) if not flat}
+
+
+def _list_compared(scored: ScoredBatch, by: str, algorithm: AlgorithmConfig | None) -> torch.Tensor:
+    """The verdict of each row, the parts of its reward that ``algorithm`` learns, or its whole reward, ``[B, C]``."""
+    rewards = sum_rewards(scored)
+    if by != "rewards":
+        rewards = [float(scored.is_correct(row, reward)) for row, reward in enumerate(rewards)]
+    elif algorithm is not None and (names := [name for name in scored.batch if name.startswith(fields.PART)]):
+        return stack_parts({name.removeprefix(fields.PART): scored.batch.dense(name) for name in names}, algorithm)
+    return torch.tensor(rewards, dtype=torch.float64)[:, None]
 
 
 def fill_step(
@@ -44,6 +66,7 @@ def fill_step(
     draw: Callable[[int], ScoredBatch | None],
     choice: PromptChoice,
     least: int,
+    algorithm: AlgorithmConfig | None = None,
 ) -> tuple[ScoredBatch, list[int]]:
     """Drop the flat groups of a step, and draw other prompts in their place.
 
@@ -53,18 +76,19 @@ def fill_step(
             that no completion of them was scored.
         choice: The entries of ``batch.prompts``.
         least: The fewest rows that the policy can train on. If too few groups differ, flat ones stay.
+        algorithm: That of :func:`list_flat`.
 
     Returns:
         The rows to train on, with figures of what was dropped, and the groups that were dropped.
     """
-    parts, flat, draws = [first], list_flat(first, choice.filter), 0
+    parts, flat, draws = [first], list_flat(first, choice.filter, algorithm), 0
     mixed = len({*first.groups} - flat)
     while mixed < choice.count and draws < choice.refills:
         draws += 1
         part = draw(choice.count - mixed)
         if part is None or not len(part.batch):
             continue
-        flat_part = list_flat(part, choice.filter)
+        flat_part = list_flat(part, choice.filter, algorithm)
         parts.append(part)
         flat |= flat_part
         mixed += len({*part.groups} - flat_part)

@@ -124,7 +124,7 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
         self.watch.check_left_out(scored, self.run.grader.name, self.run.roles.policy.group.world_size)
         if choice.filter != "none":
             least = self.run.roles.policy.group.world_size
-            scored, dropped = fill_step(scored, draw, choice, least)
+            scored, dropped = fill_step(scored, draw, choice, least, self.config.algorithm)
             if dropped:
                 self.ledger.move(step, "dropped", dropped, reason=choice.reason)
         self.ledger.drop_others(step, {*scored.groups}, "a stage returned no completion of it")
@@ -465,6 +465,7 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
     def describe(self, scored: ScoredBatch, batch: Batch) -> dict[str, float]:
         """Return metrics of a step's completions. ``batch`` has their columns from before the update."""
         needed = (*columns.FIGURE_INPUTS, *(columns.MISMATCH_INPUTS if fields.OLD_LOGPROBS in batch else ()))
+        needed += columns.list_compared(batch, self._declared)
         # Without old log-probabilities the update itself reports the mismatch, since no policy has moved yet.
         return {**scored.figures, **scored.metrics(), **self.estimator.describe(columns.select(batch, needed))}
 

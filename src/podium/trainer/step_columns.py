@@ -2,6 +2,7 @@
 
 from typing import Final
 
+from podium.algorithms import Declaration
 from podium.data import Batch, fields
 from podium.workers.learner import LEFT_OUT
 
@@ -26,6 +27,12 @@ UPDATE_INPUTS = (
     *(fields.TEACHER_TOP, fields.ROLLOUT_TOP, fields.VALUES, fields.RETURNS, fields.TRAJECTORY_TOKENS, LEFT_OUT),
     fields.LOSS_WEIGHTS,  # of a stage of the user's own
 )
+
+
+def list_compared(batch: Batch, estimator: Declaration) -> tuple[str, ...]:
+    """Return the columns of a batch, beside rewards, that an advantage estimator compares."""
+    parts = [name for name in batch if name.startswith(fields.PART)] if estimator.compares == "parts" else []
+    return (*parts, *((fields.TURN,) if estimator.compares == "turns" else ()))
 
 
 def select(batch: Batch, columns: tuple[str, ...]) -> Batch:

@@ -159,7 +159,8 @@ class StepWatch:
     def _count_flat(self, metrics: Mapping[str, Any]) -> None:
         estimator = ADVANTAGES.declaration(self.config.algorithm.advantage)
         flat = estimator.needs_groups and metrics.get(names.FLAT_GROUPS) == 1.0
-        flat = flat or (metrics.get(names.REWARD_STD) == 0.0 and not estimator.needs_greedy)
+        by_rewards = estimator.compares == "rewards" and not estimator.needs_greedy
+        flat = flat or (metrics.get(names.REWARD_STD) == 0.0 and by_rewards)
         flat = flat or metrics.get(names.LEFT_OUT) == 1.0
         flat = flat and all(  # others learn without rewards
             LOSSES.declaration(name).scales_advantage for name in self.config.algorithm.losses

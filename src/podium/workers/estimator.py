@@ -17,11 +17,11 @@ from podium.algorithms import (
     AlgorithmConfig,
     check_functions,
     compute_advantages,
-    flat_groups,
     kl_estimate,
     loss_weights,
     penalize,
 )
+from podium.algorithms.compared import find_flat, list_compared
 from podium.algorithms.token_rows import group_statistics, row_sums, rows_of_tokens
 from podium.data import Batch, Jagged, fields
 from podium.data.sampled_text import count_sampled
@@ -97,11 +97,7 @@ class Estimator(Worker):
             bootstrap_B=batch.dense(fields.BOOTSTRAP)[trajectories.last_R] if fields.BOOTSTRAP in batch else None,
             baseline_B=batch.dense(fields.BASELINE)[trajectories.first_R] if fields.BASELINE in batch else None,
             truncated_B=None if truncated_B is None else truncated_B[trajectories.last_R],
-            parts_B={
-                name.removeprefix(fields.PART): batch.dense(name)[trajectories.first_R]
-                for name in batch
-                if name.startswith(fields.PART)
-            },
+            parts_B=trajectories.parts(batch),
             data={
                 name.removeprefix(fields.DATA): [batch.python(name)[row] for row in trajectories.first_R.tolist()]
                 for name in batch
@@ -129,8 +125,9 @@ class Estimator(Worker):
 
         Args:
             batch: ``rewards``, ``group`` and ``loss_mask``; ``left_out``, if rows are left out; ``baseline``, of greedy
-                completions; ``trajectory``, ``agent`` and ``token_rewards`` of an environment's sessions; for the
-                mismatch of log-probabilities, in nats, also ``old_logprobs`` and ``rollout_logprobs``.
+                completions; ``trajectory``, ``agent`` and ``token_rewards`` of an environment's sessions; the columns
+                of reward parts, or ``turn``, where the advantage estimator compares these; for the mismatch of
+                log-probabilities, in nats, also ``old_logprobs`` and ``rollout_logprobs``.
         """
         mask, trajectories = batch.jagged(fields.LOSS_MASK), Trajectories.of(batch)
         rewards_R = batch.dense(fields.REWARDS)[trajectories.first_R]
@@ -146,7 +143,8 @@ class Estimator(Worker):
             metrics.LENGTH_MAX: float(lengths_R.max()),
         }
         if len(trajectories.group_R.unique()) < len(rewards_R):  # one reward alone is not equal to any other
-            figures[metrics.FLAT_GROUPS] = flat_groups(rewards_R, trajectories.group_R)
+            by_group = group_statistics(trajectories.find_flat(batch, self.algorithm).float(), trajectories.group_R)
+            figures[metrics.FLAT_GROUPS] = float(by_group.mean_G.mean())
         if fields.BASELINE in batch:
             by_prompt = group_statistics(batch.dense(fields.BASELINE), batch.dense(fields.GROUP))
             figures[metrics.BASELINE_MEAN] = float(by_prompt.mean_G.mean())
@@ -220,6 +218,25 @@ class Trajectories:
         if order_N is not None:
             last_R = rows_of_tokens(mask.offsets)[order_N[offsets_R1[1:] - 1]]
         return cls(first_R, last_R, group_B[first_R], offsets_R1, trajectory_B, order_N)
+
+    def find_flat(self, batch: Batch, algorithm: AlgorithmConfig) -> Tensor:
+        """Whether all that the estimator compares is equal in the group of each trajectory, bool ``[R]``."""
+        token_rewards_N = batch.jagged(fields.TOKEN_REWARDS).values if fields.TOKEN_REWARDS in batch else None
+        inputs = AdvantageInputs(
+            rewards_B=batch.dense(fields.REWARDS)[self.first_R],
+            group_B=self.group_R,
+            mask_N=self.in_time(batch.jagged(fields.LOSS_MASK).values.bool()),
+            offsets_B1=self.offsets_R1,
+            token_rewards_N=None if token_rewards_N is None else self.in_time(token_rewards_N),
+            turn_N=self.in_time(batch.jagged(fields.TURN).values) if fields.TURN in batch else None,
+            parts_B=self.parts(batch),
+        )
+        return find_flat(list_compared(inputs, algorithm), self.group_R)
+
+    def parts(self, batch: Batch) -> dict[str, Tensor]:
+        """The parts of each trajectory's reward, ``[R]`` by name."""
+        names = [name for name in batch if name.startswith(fields.PART)]
+        return {name.removeprefix(fields.PART): batch.dense(name)[self.first_R] for name in names}
 
     def sums(self, values_B: Tensor) -> Tensor:
         """The sum of each trajectory's rows, ``[R]``."""

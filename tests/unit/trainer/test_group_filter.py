@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from podium.algorithms import AlgorithmConfig
 from podium.config import build_config, config_to_dict, load_config
 from podium.data import Batch, Jagged, fields
 from podium.errors import ConfigError
@@ -21,6 +22,7 @@ from podium.trainer.checks.unused import find_unused_settings
 from podium.trainer.completions import ScoredBatch
 from podium.trainer.group_filter import fill_step, list_flat
 from podium.trainer.prompts import Prompt
+from podium.workers import Estimator
 from podium_agents.environments.contract import Earned
 
 
@@ -71,6 +73,66 @@ def test_agents_are_compared_with_themselves_and_full_sessions_are_not_correct()
     assert list_flat(batch, "accuracy") == set()
     assert list_flat(replace(batch, batch=batch.batch.with_columns(full)), "accuracy") == {2}
     assert list_flat(replace(batch, batch=agents.with_columns(full)), "accuracy") == {0, 1, 2}
+
+
+PAIRS = {
+    "equal": [(0.5, 0.5), (0.5, 0.5)],
+    "of_equal_sum": [(1.0, 0.0), (0.0, 1.0)],
+    "second": [(0.5, 0.0), (0.5, 0.25)],
+    "first": [(0.5, 0.25), (0.0, 0.25)],
+}
+"""Two numbers of each of two trajectories: the parts of a reward, or the rewards of two turns."""
+
+
+def sessions_of(pairs: list[tuple[float, float]], are_turns: bool) -> ScoredBatch:
+    """Two trajectories a prompt, each of two turns of two tokens with a token of the environment between them."""
+    rows = len(pairs)
+    batch = scored({group: [0.0 if are_turns else sum(pair) for pair in pairs[2 * group : 2 * group + 2]]
+                    for group in range(rows // 2)})  # fmt: skip
+    turn = torch.tensor([0, 0, -1, 1, 1])
+    tokens = Jagged.from_rows([torch.zeros(5, dtype=torch.int64)] * rows)
+    columns: dict[str, Any] = {
+        fields.TOKENS: tokens, fields.LOSS_MASK: tokens.like((turn >= 0).repeat(rows)),
+        fields.TURN: tokens.like(turn.repeat(rows)), fields.AGENT: [""] * rows,
+    }  # fmt: skip
+    if are_turns:
+        rewards = torch.tensor([[0.0, first, 0.0, 0.0, second] for first, second in pairs])
+        columns |= {fields.TOKEN_REWARDS: tokens.like(rewards.flatten())}
+        columns |= {fields.GRADE: [Earned(0.0, {}, sum(pair), False) for pair in pairs]}
+    else:
+        columns |= {
+            fields.PART + name: torch.tensor([*values])
+            for name, values in zip("ab", zip(*pairs, strict=True), strict=True)
+        }
+    return replace(batch, batch=Batch({**{name: batch.batch[name] for name in batch.batch}, **columns}))
+
+
+@pytest.mark.parametrize(
+    ("settings", "are_turns", "flat"),
+    [
+        ({"advantage": "grpo"}, False, {"equal", "of_equal_sum"}),
+        ({"advantage": "grpo"}, True, {"equal", "of_equal_sum"}),
+        ({"advantage": "rloo"}, True, {"equal", "of_equal_sum"}),
+        ({"advantage": "gdpo", "options": {"part_weights": {"a": 1.0, "b": 0.2}}}, False, {"equal"}),
+        ({"advantage": "gdpo", "options": {"part_weights": {"b": 0.2}}}, False, {"equal", "first"}),
+        ({"advantage": "gdpo", "options": {"part_weights": {"a": 2.0, "b": 0.0}}}, False, {"equal", "second"}),
+        ({"advantage": "grpo_turns"}, True, {"equal"}),
+        ({"advantage": "grpo_turns", "gamma": 0.5}, True, {"equal"}),
+        ({"advantage": "grpo_turns"}, False, {"equal", "of_equal_sum"}),
+    ],
+)
+def test_a_flat_group_is_one_whose_advantages_are_all_zero(
+    settings: dict[str, Any], are_turns: bool, flat: set[str]
+) -> None:
+    """Filter, metric and estimator agree, whatever an estimator compares."""
+    batch = sessions_of([pair for pairs in PAIRS.values() for pair in pairs], are_turns)
+    algorithm = AlgorithmConfig(**settings, normalize_advantage=False)
+    expected = {group for group, name in enumerate(PAIRS) if name in flat}
+    assert list_flat(batch, "rewards", algorithm) == expected
+    estimator = Estimator(algorithm)
+    rows = estimator.advantages(batch.batch).jagged(fields.ADVANTAGES).unbind()
+    assert {row // 2 for row, values in enumerate(rows) if not values.any()} == expected
+    assert estimator.describe(batch.batch)[metrics.FLAT_GROUPS] == len(expected) / 4
 
 
 def test_a_step_draws_as_many_prompts_as_are_missing() -> None:

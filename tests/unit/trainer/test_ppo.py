@@ -125,6 +125,22 @@ def test_a_limit_of_the_mismatch_below_what_is_noted_ends_the_run() -> None:
         watch.check_mismatch({metrics.MISMATCH_MEAN: 0.02}, 3)
 
 
+@pytest.mark.parametrize(
+    ("advantage", "share", "noted"),
+    [("grpo", 0.0, True), ("gdpo", 0.0, False), ("grpo_turns", 0.0, False), ("gdpo", 1.0, True)],
+)
+def test_equal_rewards_are_noted_where_whole_rewards_are_compared(advantage: str, share: float, noted: bool) -> None:
+    """Parts of equal sums, or turns of sessions, may differ."""
+    watch, notes = StepWatch(GRPOConfig(algorithm=AlgorithmConfig(advantage=advantage))), list[str]()
+    unsubscribe = subscribe(lambda event: notes.append(event.text) if isinstance(event, Note) else None)
+    try:
+        for step in range(1, 6):
+            watch.check_signal({metrics.FLAT_GROUPS: share, metrics.REWARD_STD: 0.0}, step)
+    finally:
+        unsubscribe()
+    assert bool(notes) == noted
+
+
 @pytest.mark.parametrize(("advantage", "noted"), [("grpo", True), ("reinforce_pp", False), ("remax", False)])
 def test_groups_without_a_difference_are_noted_where_groups_are_compared(advantage: str, noted: bool) -> None:
     """With one completion a prompt every group is flat, and an estimator without groups learns all the same."""

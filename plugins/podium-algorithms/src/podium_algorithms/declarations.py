@@ -163,6 +163,7 @@ GAE_TURNS: Final = Declaration(
 GDPO: Final = Declaration(
     options=PartOptions,
     needs_groups=True,
+    compares="parts",
     weighs_parts=True,
     judges_rewards=True,
     defaults={"normalize_advantage": True},
@@ -186,6 +187,7 @@ GRPO_PASSK: Final = Declaration(
 )
 GRPO_TURNS: Final = Declaration(
     needs_groups=True,
+    compares="turns",
     defaults={"normalize_advantage": True},
     source=_GRPO,
     reads=("gamma",),
