@@ -120,4 +120,16 @@ def test_runs_that_have_not_measured_the_same_are_named(tmp_path: Path, capsys: 
         (line,) = [line for line in err.splitlines() if "measured" in line]
         assert line.startswith("held-out accuracy: these runs may not have measured the same, as they differ in ")
         named = {*line.partition("differ in ")[2].split(", ")}
-        assert named == {"eval.items", "data.eval", "data.train", "the set that judges them"}
+        assert named == {"eval.items", "data.eval", "the set that judges them"}
+
+
+def test_runs_of_other_prompts_or_other_tokens_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The columns of a prompt and the tokens of a loss decide what a figure means."""
+    for name, column, model in (("a", "question", "qwen/small"), ("b", "{context} {question}", "llama/small")):
+        (run := tmp_path / name).mkdir()
+        values = {"model": {"path": model}, "data": {"train": "t.jsonl", "eval": "e.jsonl", "prompt_column": column}}
+        (run / "config.yaml").write_text(yaml.safe_dump(values))
+        row = {"kind": "eval", "step": 2, "time": 1.0, "metric": "loss", "loss": 0.5, "items": 7}
+        (run / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    assert main(["runs", str(tmp_path), "--best"]) == 0
+    assert "differ in data.prompt_column, the tokenizer\n" in capsys.readouterr().err

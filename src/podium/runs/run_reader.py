@@ -37,12 +37,6 @@ from podium.telemetry.metrics import TIME_PREFIX
 CONFIG, LEDGER, METRICS, SUMMARY = "config.yaml", "ledger.jsonl", "metrics.jsonl", "summary.json"
 UNCOMPARED: Final = frozenset({"run.name", "run.dir", "run.resume", "run.trackers", "run.show_samples"})
 """Settings that say nothing of how runs compare."""
-MEASURES: Final = (
-    *("eval.items", "eval.temperature", "data.eval", "data.holdout", "data.eval_split", "data.answer_column"),
-    *("data.system_prompt", "data.chat_template", "data.chat_template_kwargs", "reward", "environment"),
-    *("sampling.max_new_tokens", "sampling.stop_token_ids"),
-)
-"""Sections and keys by which held-out figures are measured."""
 _TIME_OF_STEP: Final = f"{TIME_PREFIX}step"
 _ITEMS: Final = "items/"
 _MOST_SETTINGS: Final = 10_000

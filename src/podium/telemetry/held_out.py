@@ -61,6 +61,16 @@ class Metric:
         return self._kind in (ACCURACY, TOKEN_ACCURACY, CUT_OFF) or count_draws(self._kind) > 0
 
     @property
+    def is_of_answers(self) -> bool:
+        """Whether answers of the data are scored, and no completion is drawn. An accuracy may be of either."""
+        return self._kind in (LOSS, PERPLEXITY, TOKEN_ACCURACY, REWARD_MARGIN)
+
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether the unit is a token, so that values of different tokenizers do not compare."""
+        return self._kind in (LOSS, PERPLEXITY, TOKEN_ACCURACY, LENGTH, CUT_OFF)
+
+    @property
     def _kind(self) -> str:
         """The figure without a source."""
         return self.name.rpartition("/")[2] if self.name.startswith(SOURCES) else self.name

@@ -111,29 +111,17 @@ def describe_held_out(run: RunRecord) -> str:
 def explain_unlike(runs: Sequence[RunRecord]) -> Iterator[str]:
     """Yield a sentence for each metric by which some of the runs are judged, and which they have measured on other data
     or in another way, as far as their settings say so."""
+    from podium.runs.measures import list_differing, select_measures
+
     by_title: dict[str, list[dict[str, str]]] = {}
     for run in runs:
         if run.judged is not None and run.settings:
-            by_title.setdefault(run.judged[0].title, []).append(_select_measures(run))
-    for title, settings in by_title.items():
-        keys = dict.fromkeys(key for of_run in settings for key in of_run)
-        if differing := [key for key in keys if len({of_run.get(key, "") for of_run in settings}) > 1]:
+            measures = select_measures(run.settings, run.judged[0]) | {"the set that judges them": run.judging_set}
+            by_title.setdefault(run.judged[0].title, []).append(measures)
+    for title, measures_of_runs in by_title.items():
+        if differing := list_differing(measures_of_runs):
             reasons = ", ".join(differing)
             yield f"held-out {title}: these runs may not have measured the same, as they differ in {reasons}"
-
-
-def _select_measures(run: RunRecord) -> dict[str, str]:
-    """The settings by which a run measures its held-out figures, by the sections and keys that have them, and the set
-    that judges it."""
-    from podium.runs.run_reader import MEASURES
-
-    def select(name: str) -> str:
-        settings = {key: value for key, value in run.settings.items() if f"{key}.".startswith(f"{name}.")}
-        return str(sorted(settings.items())) if any(value not in (None, "") for value in settings.values()) else ""
-
-    names = [name for name in MEASURES if name != "data.holdout"]
-    names += [] if select("data.eval") else ["data.train", "data.holdout"]  # from which held-out prompts are taken
-    return {name: select(name) for name in names} | {"the set that judges them": run.judging_set}
 
 
 def _parser(prog: str, description: str, epilog: str = "") -> argparse.ArgumentParser:

@@ -11,13 +11,16 @@ from pathlib import Path
 from typing import Any, Final
 
 from podium.algorithms.entropy import EntropyController
+from podium.config import config_to_dict
 from podium.errors import CheckpointError, ConfigError
 from podium.runs.checkpoint_folders import TrainerState
 from podium.runs.config import PPOConfig, SFTConfig
+from podium.runs.measures import list_differing, select_measures
 from podium.runs.paths import find_other_settings
 from podium.runs.run_files import RunFiles
-from podium.runs.run_reader import CONFIG, MEASURES
+from podium.runs.run_reader import CONFIG, flatten
 from podium.telemetry.formatting import visible
+from podium.telemetry.held_out import REWARD, Metric
 
 _SHOWN: Final = 80  # characters of a value
 
@@ -44,11 +47,22 @@ def describe_changes(config: PPOConfig | SFTConfig, run: Path, checkpoint: Path 
     for keys, sentence in _explain_unused(config, checkpoint).items():
         if used := _select(changes, keys):
             yield f"{', '.join(used)}: {sentence}"
-    if measures := _select(changes, MEASURES):
+    if measures := _list_measures(config, changes):
         yield (
             f"{', '.join(measures)}: held-out figures do not compare with those before the resume, among them "
             "the run's first and perhaps its best; podium eval evaluates a checkpoint with the new settings"
         )
+
+
+def _list_measures(config: PPOConfig | SFTConfig, changes: Mapping[str, tuple[Any, Any]]) -> list[str]:
+    """Return the sections and keys among ``changes`` by which held-out figures are measured."""
+    metric = Metric(REWARD) if isinstance(config, PPOConfig) else None  # None: whatever examples are measured by
+    after = dict(flatten(config_to_dict(config)))
+    before = {key: value for key, value in after.items() if key not in changes}
+    for key, (_, old) in changes.items():
+        if old is not None or not any(other.startswith(f"{key}.") for other in changes):  # null, and no mapping
+            before[key] = old
+    return list_differing([select_measures(settings, metric) for settings in (after, before)])
 
 
 def _explain_unused(config: PPOConfig | SFTConfig, checkpoint: Path | None) -> dict[tuple[str, ...], str]:

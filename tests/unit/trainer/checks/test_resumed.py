@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from podium.config import build_config
+from podium.runs.config import SFTConfig
 from podium.runs.named_files import record
 from podium.trainer import GRPOConfig, PPOConfig
 from podium.trainer.checks.resumed import describe_changes
@@ -101,3 +102,46 @@ def test_a_run_without_a_checkpoint_begins_with_its_new_settings(tmp_path: Path)
 def test_a_secret_is_not_shown(tmp_path: Path) -> None:
     told = describe(tmp_path, {}, {"environment": {"name": "service", "options": {"api_key": "abcdef12345"}}})
     assert "abcdef12345" not in " ".join(told) and "environment.options.api_key" in told[0]
+
+
+SENTENCE = ": held-out figures do not compare with those before the resume"
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "names"),
+    [
+        ({}, {"data": {"prompt_column": "{context} {question}"}}, "data.prompt_column"),
+        ({"data": {"answer_column": None}}, {"data": {"answer_column": "answer"}}, "data.answer_column"),
+        ({"data": {"options": {"name": "main"}}}, {"data": {"options": {"name": "socratic"}}}, "data.options"),
+        ({}, {"data": {"max_prompt_tokens": 99, "overlong": "cut"}}, "data.max_prompt_tokens, data.overlong"),
+        ({"data": {"train": "a.jsonl"}}, {"data": {"train": "b.jsonl"}}, "data.train"),
+        ({"data": {"eval": "a.jsonl"}}, {"data": {"eval": "b.jsonl"}}, "data.eval"),
+    ],
+)
+def test_a_resume_that_measures_otherwise_is_named(
+    tmp_path: Path, before: dict[str, Any], after: dict[str, Any], names: str
+) -> None:
+    sentences = describe(tmp_path, before, after)
+    assert [line for line in sentences if line.startswith(f"{names}{SENTENCE}")]
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({}, {"data": {"train_items": 50}, "optim": {"lr": 0.5}}),
+        ({"data": {"eval": "e.jsonl"}}, {"data": {"train": "b.jsonl", "train_split": "all", "holdout": 0.5}}),
+        ({"data": {"train": {"a.jsonl": 1, "b.jsonl": 3}}}, {"data": {"train": {"a.jsonl": 2, "b.jsonl": 3}}}),
+        ({}, {"model": {"path": "b"}}),
+    ],
+)
+def test_a_resume_that_measures_the_same_is_not_named(
+    tmp_path: Path, before: dict[str, Any], after: dict[str, Any]
+) -> None:
+    assert not [line for line in describe(tmp_path, before, after) if SENTENCE in line]
+
+
+def test_another_tokenizer_counts_another_loss(tmp_path: Path) -> None:
+    """The reward of a completion does not depend on the tokens that its text is made of, and a loss does."""
+    before, after = {"model": {"path": "a", "tokenizer": "chars:ab"}}, {"model": {"tokenizer": "chars:abc"}}
+    assert f"the tokenizer{SENTENCE}" in describe(tmp_path, before, after, SFTConfig)[-1]
+    assert len(describe(tmp_path, before, after)) == 1
