@@ -79,6 +79,13 @@ def test_each_completion_has_the_score_that_the_judge_ends_with() -> None:
     assert "Count digits." in body["messages"][0]["content"] and "2 + 2?" in body["messages"][1]["content"]
 
 
+def test_the_judge_reads_the_system_message_of_a_row_and_the_only_one_of_its_answers() -> None:
+    with judging(count_digits) as (url, requests):
+        grade(judge(url=url, model="m"), ["12"], [{"prompt": "2 + 2?", "system": "Be brief.", "answer": ["4"]}])
+    question = requests[0][2]["messages"][1]["content"]
+    assert "Be brief." in question and "2 + 2?" in question and "<reference>\n4\n</reference>" in question
+
+
 def test_an_answer_is_asked_for_once_also_by_a_later_run(tmp_path: Path) -> None:
     file = str(tmp_path / "judged.jsonl")
     with judging(count_digits) as (url, requests):
