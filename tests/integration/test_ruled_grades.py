@@ -24,6 +24,13 @@ async def goes_on(task: Any, client: Any) -> dict[str, float]:
     return {"score": 1.0, "right": 1.0, "short": 0.5}
 
 
+async def never_ends(task: Any, client: Any) -> None:
+    """A session that goes on until it is ended."""
+    reply = await client.chat("1=")
+    while True:
+        reply = await client.chat([*reply.messages, {"role": "user", "content": "2="}])
+
+
 async def fails(task: Any, client: Any) -> dict[str, float]:
     """Half of the sessions fail, and the others are right."""
     await client.chat("1=")
@@ -61,6 +68,15 @@ def test_a_session_that_reached_a_limit_has_its_score_in_each_part(
     for group, reward, right, short, mean in zip(*(table[name] for name in names), strict=True):
         assert (right, short) == (reward, reward / 2)
         assert len(rewards_by_group[group]) == 1 or (mean > 0.1 if reward == 1 else mean < -0.1)
+
+
+@pytest.mark.parametrize("options", [{}, {"part_weights": {"right": 1.0}}], ids=["all", "named"])
+def test_a_step_whose_sessions_all_reached_a_limit_teaches_nothing(tmp_path: Path, options: dict[str, Any]) -> None:
+    """No session of it says which parts the reward has."""
+    algorithm = {"advantage": "gdpo", "options": options}
+    run = train(config_of(tmp_path, "never_ends", {"turn_limit": 1}, algorithm=algorithm, batch={"prompts": 2}, **NONE))
+    (row,) = metrics_rows(run)
+    assert (row["sessions/turn_limit"], row["reward/flat_groups"], row["policy/grad_norm"]) == (1.0, 1.0, 0.0)
 
 
 def test_sessions_that_fail_count_in_the_part_that_judges_a_run(tmp_path: Path) -> None:

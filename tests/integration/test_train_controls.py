@@ -111,7 +111,9 @@ def test_the_reference_follows_the_policy_and_resumes_bit_by_bit(tmp_path: Path,
     options = {"reference_refresh": 2, "reference_mix": share}
     algorithm = {"kl_in": "loss", "kl_coef": 0.5, "options": options, "minibatches": 2}
     # a weight in bfloat16 is one of the two nearest
-    bounds = {"rtol": 1e-6, "atol": 1e-7} if dtype == "float32" or share == 1.0 else {"rtol": 2**-7, "atol": 1e-7}
+    bounds: dict[str, Any] = (
+        {"rtol": 1e-6, "atol": 1e-7} if dtype == "float32" or share == 1.0 else {"rtol": 2**-7, "atol": 1e-7}
+    )
 
     def run_of(name: str, steps: int, **run: Any) -> Path:
         (tmp_path / name).mkdir(exist_ok=True)

@@ -267,6 +267,13 @@ def test_gdpo_reads_a_part_by_any_name() -> None:
     torch.testing.assert_close(estimate("gdpo", renamed), estimate("gdpo", inputs))
 
 
+def test_gdpo_learns_nothing_of_equal_rewards_without_parts() -> None:
+    inputs = random_inputs(0)
+    equal = replace(inputs, parts_B={}, rewards_B=torch.zeros_like(inputs.rewards_B), token_rewards_N=None)
+    for options in ({}, {"part_weights": {"short": 1.0}}):
+        assert not estimate("gdpo", equal, options=options).any()
+
+
 def test_gdpo_says_which_part_is_missing() -> None:
     inputs = random_inputs(0)
     with pytest.raises(DataError, match=r"no part of shrt; there are \['right', 'short'\]"):

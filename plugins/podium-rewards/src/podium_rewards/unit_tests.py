@@ -169,7 +169,7 @@ class CodeReward:
 def _parse_tests(value: Any, row: Mapping[str, Any]) -> _Tests:
     """Read tests: statements, a list of them, or inputs and outputs of a script or of a function, also as text."""
     value = _load(value)
-    items = [value] if isinstance(value, str) else _split(value) if isinstance(value, Mapping) else [*value]
+    items: list[Any] = [value] if isinstance(value, str) else _split(value) if isinstance(value, Mapping) else [*value]
     if all(isinstance(item, str) for item in items):
         _check_statements(items)
         return _Tests(statements=tuple(items), entry=str(row.get("entry_point") or ""))

@@ -226,7 +226,9 @@ def test_an_answer_that_does_not_begin_with_what_was_sent_ends_the_stream_with_a
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     service, _, _ = scripted("<think>hm, so</think>It is so.<|im_end|>")
-    monkeypatch.setattr(streaming, "_certain", lambda *_: Delta(**{name: "It was"}))
+    monkeypatch.setattr(
+        streaming, "_certain", lambda *_: Delta("It was") if name == "content" else Delta(reasoning="It was")
+    )
     with pytest.raises(Refusal, match=f"has sent 'It was' at the end of its {name}.*send the request again") as refused:
         asyncio.run(pieces(service))
     assert refused.value.status == 500

@@ -20,7 +20,7 @@ def describe(
     tmp_path: Path,
     before: dict[str, Any],
     after: dict[str, Any],
-    cls: type[PPOConfig] = GRPOConfig,
+    cls: type[PPOConfig | SFTConfig] = GRPOConfig,
     checkpoint: Path | None = Path("step-000004"),
 ) -> list[str]:
     """The sentences on a run of the settings ``before`` that is resumed with ``after`` besides."""

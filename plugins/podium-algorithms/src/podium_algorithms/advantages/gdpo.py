@@ -18,12 +18,15 @@ def gdpo(inputs: AdvantageInputs, config: AlgorithmConfig) -> AdvantageOutputs:
     Group reward-decoupled normalization: Liu et al. 2026, "GDPO", arXiv:2601.05242. Each part of the reward is
     normalized by itself, so that a part of small variance keeps its weight, where ``grpo`` normalizes the sum. The
     weights w are the option ``part_weights``, by the names of the parts; without it each part has the weight 1. A row
-    whose reward lacks a part gets 0 for it. ``config.normalize_advantage = False`` leaves the whitening over the batch
-    out.
+    whose reward lacks a part gets 0 for it, and so do all rows where no reward has a part and those of each group are
+    equal, as those of sessions that all reached a limit. ``config.normalize_advantage = False`` leaves the whitening
+    over the batch out.
 
     Raises:
         DataError: The rewards have no parts, or none of a name in ``part_weights``; or there are rewards besides them.
     """
+    if not inputs.parts_B and bool(group_statistics(inputs.row_rewards_B, inputs.group_B).flat_G.all()):
+        return AdvantageOutputs(advantages_N=inputs.spread(torch.zeros_like(inputs.row_rewards_B)))
     weights = config.read_options(PartOptions).part_weights or dict.fromkeys(inputs.parts_B, 1.0)
     if missing := sorted(weights.keys() - inputs.parts_B.keys()) or ([] if weights else ["any name"]):
         raise DataError(
