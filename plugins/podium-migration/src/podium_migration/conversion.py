@@ -240,7 +240,7 @@ class Conversion:
                 yield from self._write_sections(value, key, indent + "  ")
                 continue
             text = (
-                yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=10_000)
+                yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=10_000, sort_keys=False)
                 .removesuffix("...\n")
                 .strip()
             )

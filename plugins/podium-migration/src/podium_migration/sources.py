@@ -13,6 +13,7 @@ import yaml
 
 from podium.errors import ConfigError
 from podium_migration.script_changes import ScriptChange, list_script_changes
+from podium_migration.script_data import list_data_settings, read_trainer_data
 from podium_migration.shell import UNDECIDED, read_script
 
 __all__ = ["Settings", "explain_other_trainer", "read_leaves", "read_trl", "read_verl"]
@@ -308,8 +309,6 @@ def _read_python(path: Path, text: str) -> Settings:
         origin = _trace(call.func, imported)
         name = origin.rpartition(".")[2]
         named = _name_arguments(call, name, constants)
-        if name == "load_dataset" and "dataset_name" in values:
-            named = {}
         if name == "LoraConfig":
             values["use_peft"] = True
             values |= {key: value for key, value in _OF_PEFT.items() if key not in {*named, *undecided}}
@@ -321,8 +320,15 @@ def _read_python(path: Path, text: str) -> Settings:
     values = {key: value for key, value in values.items() if key not in assigned}
     undecided = [key for key in undecided if key not in assigned]
     _evaluate_all(assigned, constants, definitions, values, undecided)
-    changes = list_script_changes(tree, _TRL_TRAINERS)
-    return Settings(values, undecided, _choose_recipe(path, kinds), changes=tuple(changes))
+    data = list_data_settings(
+        read_trainer_data(tree, _TRL_TRAINERS, lambda function: _trace(function, imported)),
+        lambda node: _evaluate(node, constants, {}),
+        is_named="dataset_name" in values,
+    )
+    changes = [*list_script_changes(tree, _TRL_TRAINERS), *data.changes]
+    return Settings(
+        values | data.values, [*undecided, *data.undecided], _choose_recipe(path, kinds), changes=tuple(changes)
+    )
 
 
 def _name_arguments(call: ast.Call, name: str, constants: Mapping[str, ast.expr]) -> dict[str, ast.expr]:
@@ -338,9 +344,6 @@ def _name_arguments(call: ast.Call, name: str, constants: Mapping[str, ast.expr]
     if name in _TRL_TRAINERS:
         words |= zip(("model", "reward_funcs") if name == "GRPOTrainer" else ("model",), call.args, strict=False)
         return {_TRAINER[key]: value for key, value in words.items() if key in _TRAINER}
-    if name == "load_dataset" and call.args:
-        words |= zip(("path", "name"), call.args, strict=False)
-        return {_DATASET[key]: value for key, value in words.items() if key in _DATASET}
     return {}
 
 
@@ -422,7 +425,6 @@ _OTHER_TRAINERS: Final = {
     "GKD": "on the student's own completions it is podium train grpo --recipe opd",
 }
 
-_DATASET: Final = {"path": "dataset_name", "split": "dataset_train_split", "name": "dataset_config"}
 _LORA: Final = {"lora_alpha": "alpha", "lora_dropout": "dropout"}
 _OF_PEFT: Final = {"lora_r": 8, "lora_alpha": 8, "lora_dropout": 0.0}  # which are not those of TRL's ModelConfig
 _TRAINER: Final = {

@@ -1,7 +1,7 @@
 """TRL's settings as a configuration of Podium: the settings that the table alone does not convert."""
 
 import math
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from podium.errors import ConfigError
 from podium.installed import has_library
@@ -62,6 +62,7 @@ def _convert(settings: Settings) -> Conversion:
     _convert_evaluation(conversion)
     _convert_model(conversion)
     _convert_run(conversion)
+    _convert_data(conversion)
     if recipe in ("dpo", "rm"):
         _convert_preferences(conversion)
     if recipe == "grpo":
@@ -468,18 +469,54 @@ def _convert_names(c: Conversion) -> None:
             c.set("run.dir", directory)
     if c.is_set("seed"):
         c.set("run.seed", c.get("seed"))
-    if name := c.settings.values.get("dataset_config"):
-        c.set("data.options", {"name": name})
-    split = c.settings.values.get("dataset_train_split")
-    if isinstance(split, str) and "[" not in split:
-        c.set("data.train_split", split)
-    elif split:
-        c.lose(
-            "dataset_train_split", "data.train_split is the name of one split; data.train_items takes its first rows"
-        )
     if c.get("log_completions"):
         c.set("run.show_samples", c.get("num_completions_to_print") or 2)
     if c.settings.values.get("chat_template_kwargs"):
         c.set("data.chat_template_kwargs", c.get("chat_template_kwargs"))
     if c.is_set("resume_from_checkpoint"):
         c.lose("resume_from_checkpoint", "a checkpoint of TRL is no run of Podium's: name it as model.path")
+
+
+def _convert_data(c: Conversion) -> None:
+    """The data sets, their splits and their configurations."""
+    if c.is_set("eval_dataset"):
+        c.set("data.eval", c.get("eval_dataset"))
+    splits = {
+        "dataset_train_split": ("data.train_split", "data.train_items takes its first rows"),
+        "dataset_test_split": ("data.eval_split", "eval.items bounds the number of its rows"),
+    }
+    for name, (key, remark) in splits.items():
+        split = c.settings.values.get(name)
+        if isinstance(split, str) and "[" not in split:
+            c.set(key, split)
+        elif split:
+            c.lose(name, f"{key} is the name of one split; {remark}")
+    _convert_options(c)
+
+
+def _convert_options(c: Conversion) -> None:
+    """The configurations of data sets on the hub. They are options of each source where these have different ones."""
+    train, evaluation = c.settings.values.get("dataset_config"), c.settings.values.get("eval_dataset_config")
+    if train == evaluation or not c.is_set("eval_dataset"):
+        if train:
+            c.set("data.options", {"name": train})
+        return
+    sets = c.get("eval_dataset")
+    configurations = dict[str, Any]()
+    for sources, configuration in ((c.settings.values.get("dataset_name"), train), (sets, evaluation)):
+        for source in _list_sources(sources):
+            if configurations.setdefault(source, configuration) != configuration:
+                c.lose(
+                    "eval_dataset_config",
+                    f"data.options has one configuration of {source}: write one of the two to a file",
+                )
+    if options := {source: {"name": name} for source, name in configurations.items() if name}:
+        c.set("data.options", options)
+
+
+def _list_sources(value: Any) -> list[str]:
+    if isinstance(value, dict):
+        return [str(source) for source in cast("dict[Any, Any]", value).values()]
+    return (
+        [str(source) for source in cast("list[Any]", value)] if isinstance(value, list) else [str(value)] * bool(value)
+    )
