@@ -12,6 +12,7 @@ from typing import Any, Final, NamedTuple
 import yaml
 
 from podium.errors import ConfigError
+from podium_migration.launchers import OF_TRL, read_launch, read_launch_options
 from podium_migration.script_changes import ScriptChange, list_script_changes
 from podium_migration.script_data import list_data_settings, read_trainer_data
 from podium_migration.shell import UNDECIDED, read_script
@@ -43,7 +44,7 @@ class Settings(NamedTuple):
         undecided: Names of settings whose values the file does not say, such as those that a condition decides.
         recipe: The recipe of the project, such as "grpo". It is empty where the file does not name one.
         processes: Number of processes that the file starts; 0 where it says none.
-        changes: What a Python script does to the training that no setting says.
+        changes: What a script does to the training that no setting says.
     """
 
     values: dict[str, Any]
@@ -192,15 +193,17 @@ def _read_options(path: Path, text: str) -> Settings:
     """The options of ``trl grpo --name value``, or of a script of TRL's form, with those of ``accelerate launch``."""
     values = dict[str, Any]()
     undecided = list[str]()
-    processes = 0
+    processes, remarks = 0, list[ScriptChange]()
     commands = [(words, *_find_trainer(words)) for words in read_script(text, os.environ).commands]
     kinds = [kind for _, _, kind in commands if kind]
     for words, start, kind in commands:
-        launcher = [item for word in words[:start] for item in word.split("=")]  # options of accelerate or torchrun
-        for name, value in itertools.pairwise(launcher):
-            if name.replace("-", "_") in ("__num_processes", "__nproc_per_node") and value.isdigit():
-                processes = int(value)
+        launch = read_launch(words[:start], path.parent)
         options = dict(_list_options(words[start:]))
+        if start and os.path.basename(words[start - 1]) == "trl":
+            launch = read_launch_options(
+                {name: options.pop(name) for name in OF_TRL if name in options}, folder=path.parent
+            )
+        processes, remarks = launch.processes or processes, [*remarks, *launch.remarks]
         if (file := options.pop("config", "")) and (kind or not kinds):  # of another program, such as a server
             values |= _read_named(path, file)
         for name, value in options.items():
@@ -209,7 +212,7 @@ def _read_options(path: Path, text: str) -> Settings:
                 undecided.append(name)
             else:
                 values[name] = _read_value(value)
-    return Settings(values, undecided, _choose_recipe(path, kinds), processes)
+    return Settings(values, undecided, _choose_recipe(path, kinds), processes, tuple(remarks))
 
 
 def _find_trainer(words: Sequence[str]) -> tuple[int, str]:
