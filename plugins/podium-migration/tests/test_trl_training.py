@@ -214,6 +214,16 @@ def test_a_script_without_settings_trains_with_the_defaults_of_trl(trainer: str,
             "algorithm.options",
             {"reference_refresh": 256, "reference_mix": 0.6},
         ),
+        ("eval_strategy: steps", "eval.every", 10),
+        ("eval_strategy: steps\nlogging_steps: 20", "eval.every", 20),
+        ("eval_strategy: steps\nlogging_steps: 20\neval_steps: 0", "eval.every", 20),
+        ("eval_strategy: steps\nlogging_steps: 0.1\nmax_steps: 300", "eval.every", 30),
+        ("eval_strategy: steps\nlogging_steps: 20\neval_steps: 50", "eval.every", 50),
+        ("eval_strategy: steps\nlogging_steps: 20\nnum_iterations: 2", "eval.every", 10),
+        ("eval_steps: 50", "eval.items", 0),
+        ("eval_steps: 50", "eval.every", 0),
+        ("save_strategy: best\neval_strategy: steps", "save.keep_best", 1),
+        ("warmup_ratio: 0.012\nmax_steps: 100", "optim.warmup_steps", 2),
     ],
 )
 def test_settings_of_trl_that_depend_on_others(settings: str, key: str, value: Any, tmp_path: Path) -> None:
@@ -232,6 +242,11 @@ def test_settings_of_trl_that_depend_on_others(settings: str, key: str, value: A
         ),
         ("packing: false\nmax_length: null", "max_length"),
         ("center_rewards_coefficient: 0.1\ndisable_dropout: false", "disable_dropout=False: it is model.dropout"),
+        ("num_generations: 8\neval_steps: 50", "eval_steps=50: it is eval.every; it changes nothing"),
+        (
+            "num_generations: 8\neval_strategy: steps\nload_best_model_at_end: true",
+            "metric_for_best_model: it is not set, and transformers then takes the loss",
+        ),
         ("num_generations: 8\nsync_ref_model: true", "sync_ref_model=True: it is algorithm.options.reference_refresh"),
     ],
 )
@@ -264,3 +279,22 @@ def test_a_loss_of_fine_tuning_that_podium_lacks_is_listed(tmp_path: Path) -> No
     for loss in ("nll", "chunked_nll"):
         _, _, written = convert(tmp_path, f"{loss}.yaml", f"packing: true\nloss_type: {loss}\n")
         assert "loss_type" not in written
+
+
+@pytest.mark.parametrize("mark", ["beta: 0.1", "center_rewards_coefficient: 0.1", "packing: false"])
+@pytest.mark.parametrize("metric", ["", "metric_for_best_model: accuracy\n"])
+def test_the_best_checkpoint_is_that_of_the_lowest_loss(mark: str, metric: str, tmp_path: Path) -> None:
+    """Fine-tuning is judged by its loss anyway, and preferences by their accuracy unless eval.metric says otherwise."""
+    text = f"{mark}\n{metric}eval_strategy: steps\nload_best_model_at_end: true\n"
+    config, _, _ = convert(tmp_path, "a.yaml", text)
+    assert config.eval.metric == ("auto" if metric or "packing" in mark else "loss")
+    assert config.save.keep_best == 1
+
+
+def test_intervals_that_a_script_does_not_decide_are_not_set(tmp_path: Path) -> None:
+    text = "SFTConfig(packing=False, eval_strategy='steps', eval_steps=find(), logging_steps=20, save_steps=find())\n"
+    _, values, written = convert(tmp_path, "a.py", text)
+    assert "every" not in values.get("eval", {}) and "save" not in values
+    assert "# - eval_steps, save_steps: the file does not decide this" in written
+    _, values, _ = convert(tmp_path, "b.py", "SFTConfig(packing=False, eval_strategy=find())\n")
+    assert "eval" not in values

@@ -136,6 +136,10 @@ _ALSO: Final = {"grpo": "RLOOTrainer", "dpo": "KTOTrainer"}
 """Other trainers that have the settings by which a recipe is guessed."""
 
 
+_INTERVALS: Final = {"save_steps": 500, "logging_steps": 10}
+"""TRL's defaults of intervals. That of eval_steps is logging_steps."""
+
+
 def _convert_batches(c: Conversion) -> None:
     processes = c.settings.processes or 1
     accumulation = c.get("gradient_accumulation_steps")
@@ -191,7 +195,7 @@ def _convert_length(c: Conversion, updates: int) -> None:
     warmup, share = c.get("warmup_steps"), c.get("warmup_ratio") or 0
     share = warmup if 0 < warmup < 1 else share
     if share and most > 0:
-        c.set("optim.warmup_steps", round(share * most), f"{share:g} of {most} optimizer steps.")
+        c.set("optim.warmup_steps", math.ceil(share * most), f"{share:g} of {most} optimizer steps.")
     elif share:
         c.lose("warmup_ratio", f"optim.warmup_steps counts optimizer steps: {share:g} x those of the run")
     elif warmup:
@@ -207,20 +211,39 @@ def _convert_intervals(c: Conversion, updates: int) -> None:
         _convert_interval(c, "save.every", "save_steps", updates)
     if c.is_set("save_total_limit"):
         c.set("save.keep", c.get("save_total_limit") or 0)
-    if c.get("load_best_model_at_end"):
+    if c.get("load_best_model_at_end") or c.get("save_strategy") == "best":
         c.set("save.keep_best", 1, "podium export runs/NAME@best writes the model of the best evaluation.")
-    if c.get("eval_strategy") == "steps" or (c.is_set("eval_steps") and c.get("eval_strategy") != "epoch"):
-        _convert_interval(c, "eval.every", "eval_steps", updates)
+        _convert_best(c)
+    if c.get("eval_strategy") == "steps":
+        follows = not c.settings.values.get("eval_steps") and "eval_steps" not in c.settings.undecided
+        _convert_interval(c, "eval.every", "logging_steps" if follows else "eval_steps", updates)
     for name, key in (("eval_strategy", "eval.every"), ("save_strategy", "save.every")):
         if c.is_set(name) and c.get(name) not in ("steps", "no", False):
             c.lose(name, f"{key} counts steps; without it there is one after the last step")
 
 
+def _convert_best(c: Conversion) -> None:
+    """The figure by which a checkpoint is the best one where the file names none, which is the loss in transformers."""
+    if c.settings.values.get("metric_for_best_model") is not None or c.recipe == "sft":
+        return
+    if c.recipe != "grpo":
+        c.set("eval.metric", "loss", "transformers takes the loss where metric_for_best_model is not set.")
+        return
+    c.lose(
+        "metric_for_best_model",
+        "it is not set, and transformers then takes the loss, which says little of rewards; eval.metric auto takes the "
+        "reward or the accuracy",
+    )
+
+
 def _convert_interval(c: Conversion, key: str, name: str, updates: int) -> None:
     """Set a number of steps between two events. Below 1 it is a share of the run's steps in TRL."""
-    interval, most = c.get(name, 500), c.get("max_steps")
+    if name in c.settings.undecided:
+        return
+    interval, most = c.settings.values.get(name) or _INTERVALS[name], c.get("max_steps")
     if interval >= 1:
-        c.set(key, max(1, int(interval) // updates))
+        note = "eval_steps is not set, and transformers then takes logging_steps, which is 10 in TRL."
+        c.set(key, max(1, int(interval) // updates), note if name == "logging_steps" else "")
     elif most > 0:
         c.set(key, max(1, math.ceil(interval * most) // updates), f"{interval:g} of {most} optimizer steps.")
     else:
@@ -228,7 +251,9 @@ def _convert_interval(c: Conversion, key: str, name: str, updates: int) -> None:
 
 
 def _convert_evaluation(c: Conversion) -> None:
-    if c.get("eval_strategy") in ("no", False) and not c.is_set("eval_steps"):
+    if "eval_strategy" in c.settings.undecided:
+        return
+    if c.get("eval_strategy") in ("no", False):
         c.set("eval.items", 0, "TRL evaluates only where eval_strategy is set, and holds no examples out.")
         c.set("data.holdout", 0.0)
         if c.get("eval_on_start"):
