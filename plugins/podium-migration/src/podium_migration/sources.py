@@ -16,6 +16,7 @@ from podium_migration.launchers import OF_TRL, read_launch, read_launch_options
 from podium_migration.script_changes import ScriptChange, list_script_changes
 from podium_migration.script_data import list_data_settings, read_trainer_data
 from podium_migration.shell import UNDECIDED, read_script
+from podium_migration.verl_programs import check_settings, choose_commands
 
 __all__ = ["Settings", "explain_other_trainer", "read_leaves", "read_trl", "read_verl"]
 
@@ -58,14 +59,16 @@ def read_verl(path: Path, overrides: Sequence[str] = ()) -> Settings:
     """Read the overrides of a shell script that starts verl, or a YAML file, and then ``overrides`` in Hydra's form.
 
     Raises:
-        ConfigError: The file cannot be read, or says no setting of verl.
+        ConfigError: The file cannot be read, says no setting of verl, or runs another program than its PPO trainer.
     """
-    text = _read_text(path)
+    text, changes = _read_text(path), list[ScriptChange]()
     if path.suffix in (".yaml", ".yml"):
         words, values = [], _read_settings(path, text)
     else:
         script = read_script(text, os.environ)
         commands = [words for words in script.commands if any("verl" in word for word in words)] or script.commands
+        commands, remarks = choose_commands(path, commands)
+        changes += [ScriptChange(*remark) for remark in remarks]
         words = [word for command in commands for word in command]
         values = _read_hydra(path, words)
     undecided = list[str]()
@@ -85,7 +88,8 @@ def read_verl(path: Path, overrides: Sequence[str] = ()) -> Settings:
         raise ConfigError(
             f"{path} gives no setting of verl: expected words such as data.train_batch_size=1024, or YAML"
         )
-    return Settings(values, undecided)
+    check_settings(path, values)
+    return Settings(values, undecided, changes=tuple(changes))
 
 
 def _read_settings(path: Path, text: str) -> dict[str, Any]:

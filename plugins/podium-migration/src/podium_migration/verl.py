@@ -1,7 +1,7 @@
 """verl's settings as a configuration of Podium: the settings that the table alone does not convert."""
 
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from podium.installed import has_library
 from podium.spelling import write_count
@@ -33,7 +33,9 @@ _NORMALIZED: Final = ("grpo", "grpo_vectorized", "grpo_passk")
 
 def convert_verl(settings: Settings) -> Conversion:
     """Return the configuration of Podium that means what the settings mean for verl."""
-    return convert_settings(settings, _convert)
+    conversion = convert_settings(settings, _convert)
+    conversion.lost += [f"{subject}: {remark}" for subject, remark in settings.changes]
+    return conversion
 
 
 def _convert(settings: Settings) -> Conversion:
@@ -63,12 +65,34 @@ def _convert_data(c: Conversion) -> None:
         c.set("data.overlong", "cut")
     elif c.is_set("data.truncation") and c.get("data.truncation") != "error":
         c.lose("data.truncation", "a prompt is cut at its front only; longer prompts are left out")
+    _convert_samples(c)
+    if c.settings.values.get("data.seed") is not None:
+        c.set("run.seed", c.get("data.seed"))
+
+
+def _convert_samples(c: Conversion) -> None:
+    """The largest numbers of rows. verl's are of all files together, and Podium's are of each source."""
     if c.get("data.val_max_samples") == -1:
         c.set("eval.items", 10**9, "verl evaluates on all held-out prompts.")
     else:
-        c.set("eval.items", c.get("data.val_max_samples"))
-    if c.settings.values.get("data.seed") is not None:
-        c.set("run.seed", c.get("data.seed"))
+        _share_samples(c, "data.val_max_samples", "data.eval", "eval.items")
+    if c.get("data.train_max_samples") != -1:
+        _share_samples(c, "data.train_max_samples", "data.train", "data.train_items")
+
+
+def _share_samples(c: Conversion, name: str, key: str, items: str) -> None:
+    """Set the number of rows of each source to its share of the rows of all."""
+    sources, most = c.values.get(key), c.get(name)
+    if not isinstance(sources, list) or not isinstance(most, int) or most < 1:
+        c.set(items, most)
+        return
+    count = len(cast("list[Any]", sources))
+    c.set(items, max(1, most // count), f"verl takes {most} rows of all files together, and this is of each source.")
+    c.lose(
+        name,
+        f"{items} counts the rows of each of the {count} sources of {key}, and is an equal share here, however many "
+        "rows verl would take of each file",
+    )
 
 
 def _convert_batches(c: Conversion) -> None:
