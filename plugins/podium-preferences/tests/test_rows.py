@@ -144,7 +144,7 @@ def test_the_order_of_columns_does_not_decide_which_are_the_answers(
 def test_several_pairs_that_may_be_the_answers_are_refused(tmp_path: Path) -> None:
     several = {**LONGER, "chosen_rationale": "It is right.", "rejected_rationale": "It is wrong."}
     message = (
-        r"line 1: there are 2 pairs of columns that may hold the answers: (response_chosen and response_rejected|"
+        r"line 1: 2 pairs of columns may hold the answers: (response_chosen and response_rejected|"
         r"chosen_rationale and rejected_rationale); .* set data.answer_column to the better answers"
     )
     for order in itertools.permutations(several.items()):

@@ -103,7 +103,7 @@ def _read_vocabulary(name: str) -> str:
         with suppress(ValueError):  # raised for what is no name of the hub
             file = Path(str(try_to_load_from_cache(name, _FILE)))
     try:
-        content: Any = json.loads(file.read_text(encoding="utf-8"))
+        content: Any = json.loads(file.read_text(encoding="utf-8") if file.is_file() else "")
         tokens = [
             content["model"]["vocab"],
             sorted((token["id"], token["content"]) for token in content["added_tokens"]),

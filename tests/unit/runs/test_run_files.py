@@ -86,6 +86,8 @@ ELSEWHERE: dict[str, tuple[str, str]] = {
     "processes/supervisor.py": ("os.open", PRIVATE),
     "processes/table.py": ("glob iterdir read_bytes read_text", PRIVATE),
     "rewards/dispatcher_client.py": ("os.open", LOGS),
+    "rewards/reached_texts.py": ("read_bytes", "the files of the code of a reward"),
+    "runs/measures.py": ("read_text", "the tokenizer of a model that settings name"),
     "runs/run_writer.py": ("rmdir", "the parents that were made for a run's directory"),
     "runs/named_code.py": ("glob mkdir open read_bytes", "the records of this user, and the files of functions"),
     "runs/named_files.py": ("glob open os.walk", PERSON),

@@ -226,7 +226,7 @@ def _find_pair(place: str, row: Mapping[str, Any], config: DataConfig) -> tuple[
     if len(pairs) > 1:
         names = "; ".join(" and ".join(pair) for pair in pairs)
         raise DataError(
-            f"{place}: there are {len(pairs)} pairs of columns that may hold the answers: {names}; set "
+            f"{place}: {write_count(len(pairs), 'pair')} of columns may hold the answers: {names}; set "
             f"data.answer_column to the better answers, such as {pairs[0][0]}"
         )
     if pairs:
