@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from podium.errors import ConfigError
 
@@ -87,6 +87,17 @@ def compute_dtype(device: torch.device, wish: str = "auto") -> torch.dtype:
     if wish != "auto":
         return parse_dtype(wish, key="precision")
     return torch.float32 if device.type == "cpu" else torch.bfloat16
+
+
+def widen_kept_tensors(model: nn.Module) -> None:
+    """Give the tensors float32 that models of this type keep in it, such as the routing biases of mixtures of experts.
+
+    transformers does so where it reads a model of bfloat16 from files, and not where it makes one of a configuration.
+    """
+    kept = [pattern.replace("*", ".*") for pattern in getattr(model, "_keep_in_fp32_modules_strict", None) or ()]
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if tensor.dtype in {torch.bfloat16, torch.float16} and any(re.search(pattern, name) for pattern in kept):
+            tensor.data = tensor.data.float()
 
 
 def has_bfloat16() -> bool:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers.utils import GENERATION_CONFIG_NAME, logging as transformers_logging
 
-from podium.devices import parse_dtype
+from podium.devices import parse_dtype, widen_kept_tensors
 from podium.errors import CheckpointError, ConfigError
 from podium.exceptions import read_text
 from podium.hub import explain_offline, look_for_hub
@@ -109,17 +109,6 @@ def load_scorer(path: str, device: torch.device | str = "cpu") -> PreTrainedMode
     model = model.to(device).eval().requires_grad_(False)
     choose_attention(model, "auto")
     return model
-
-
-def widen_kept_tensors(model: nn.Module) -> None:
-    """Give the tensors float32 that models of this type keep in it, such as the routing biases of mixtures of experts.
-
-    transformers does so where it reads a model of bfloat16 from files, and not where it makes one of a configuration.
-    """
-    kept = [pattern.replace("*", ".*") for pattern in getattr(model, "_keep_in_fp32_modules_strict", None) or ()]
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if tensor.dtype in {torch.bfloat16, torch.float16} and any(re.search(pattern, name) for pattern in kept):
-            tensor.data = tensor.data.float()
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from podium.data import copy_tensor
 from podium.data.gathering import gather_rows, is_divided
+from podium.devices import widen_kept_tensors
 from podium.errors import ConfigError
 from podium.rollout.engines.base import Engine
 
@@ -98,8 +99,6 @@ class ModelEngine(Engine):
 def _empty_copy(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     from transformers import AutoModelForCausalLM
     from transformers.initialization import no_init_weights
-
-    from podium.models.loading import widen_kept_tensors
 
     config: Any = getattr(model, "config", None)
     if config is None:
