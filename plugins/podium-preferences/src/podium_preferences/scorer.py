@@ -24,6 +24,7 @@ from podium.runtime import concat, endpoint, first, nothing, shard
 from podium.telemetry import metrics
 from podium.training.micro_batches import MicroBatch
 from podium.workers.critic import ValueModel
+from podium_preferences.written_scorer import check_ends, check_written, choose_padding, encode_probes, name_padding
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -58,7 +59,7 @@ class Scorer(ValueModel):
         def compute(micro: MicroBatch) -> Mapping[str, Tensor]:
             return {fields.VALUES: self.values_of(micro)}
 
-        scores = self.engine.evaluate(_with_an_end(batch), compute, (fields.VALUES,))[fields.VALUES]
+        scores = self.engine.evaluate(self._with_an_end(batch), compute, (fields.VALUES,))[fields.VALUES]
         return Batch({fields.ANSWER_VALUES: sum_rows(scores)})
 
     @endpoint(dispatch=shard(args=("batch",), balance="tokens"), collect=first(), readonly=True)
@@ -75,7 +76,7 @@ class Scorer(ValueModel):
         def compute(micro: MicroBatch) -> TokenLoss:
             return TokenLoss(-self.values_of(micro))
 
-        applied = self.engine.step(_with_an_end(batch), compute)
+        applied = self.engine.step(self._with_an_end(batch), compute)
         return {
             metrics.GRAD_NORM: applied.grad_norm,
             metrics.LEARNING_RATE: applied.learning_rate,
@@ -87,7 +88,8 @@ class Scorer(ValueModel):
         """Write model and tokenizer to the directory ``path``, as ``AutoModelForSequenceClassification`` loads them.
 
         Raises:
-            CheckpointError: The directory cannot be written.
+            CheckpointError: The directory cannot be written, or transformers scores a text in another way than training
+                does.
         """
         layout = self._layout
         if layout is None:
@@ -100,6 +102,33 @@ class Scorer(ValueModel):
             model.write(Path(path))
         except OSError as error:
             raise CheckpointError(f"cannot write the model to {path}: {explain(error)}") from error
+        self._check_written(path)
+
+    def _check_written(self, path: str) -> None:
+        """Score a text with the classifier that all ranks have written."""
+        row = self._probes[0] if self._probes else [1 if self._padding == 0 else 0]
+        tokens = Jagged.from_rows([torch.tensor(row)])
+        score = float(self.answer_values(Batch({fields.TOKENS: tokens})).dense(fields.ANSWER_VALUES)[0])
+        self.engine.parallel.gather_objects(score)  # all ranks have written their files
+        if self.ctx.rank == 0:
+            check_written(path, row, score, self.engine.precision)
+
+    @cached_property
+    def _probes(self) -> list[list[int]]:
+        """The ids of short conversations that the model has tokens for."""
+        embedding = cast(Any, plain_model(self.model).get_input_embeddings()).weight
+        rows = encode_probes(self.config.tokenizer_source)
+        return [row for row in rows if max(row) < embedding.shape[0]]
+
+    @cached_property
+    def _padding(self) -> int | None:
+        """The padding token of the classifier that is written."""
+        return choose_padding(plain_model(self.model), self.config.tokenizer_source, self._probes)
+
+    def _with_an_end(self, batch: Batch) -> Batch:
+        """As the function. Raises DataError if a text ends with the padding token of the classifier."""
+        check_ends(batch.jagged(fields.TOKENS).unbind(), self._padding)
+        return _with_an_end(batch)
 
     @cached_property
     def _layout(self) -> ModelLayout | None:
@@ -119,6 +148,7 @@ class Scorer(ValueModel):
             labels: dict[str, Any] = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
             name = _find_classifier(plain_model(self.model).config).__name__
             config |= {"architectures": [name], "tie_word_embeddings": False, **labels}
+            config = name_padding(plain_model(self.model), config, self._padding)
             texts[_CONFIG] = json.dumps(config, indent=2).encode()
         return texts
 
