@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager
 from functools import cache
 from pathlib import Path
 from typing import Any, Final
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
@@ -139,6 +140,29 @@ def autocast(device: torch.device, dtype: torch.dtype) -> AbstractContextManager
     if dtype == torch.float32:
         return contextlib.nullcontext()
     return torch.autocast(device.type, dtype=dtype)
+
+
+def round_stochastically(values: Tensor, seed: int) -> Tensor:
+    """Round float32 to bfloat16, up or down with the probability that keeps the value on average."""
+    generator = torch.Generator(values.device).manual_seed(seed)
+    noise = torch.randint(1 << 16, values.shape, dtype=torch.int32, device=values.device, generator=generator)
+    # bfloat16 is the upper half of float32, so that the sum carries into it as often as the lower half asks for.
+    return noise.add_(values.view(torch.int32)).bitwise_and_(-(1 << 16)).view(torch.float32).bfloat16()
+
+
+def round_by_name(values: Tensor, name: str, dtype: torch.dtype) -> Tensor:
+    """Return float32 values in ``dtype``. In a coarser type they are rounded up or down at random, so that small
+    differences from values of this type are kept on average; a name gets the same bits at each call on a device of one
+    kind."""
+    if dtype == torch.bfloat16:
+        return round_stochastically(values, crc32(name.encode()))
+    if dtype != torch.float16:
+        return values.to(dtype)
+    generator = torch.Generator(values.device).manual_seed(crc32(name.encode()))
+    spacing = torch.ldexp(torch.ones_like(values), (torch.frexp(values).exponent - 11).clamp(min=-24))
+    # Of 24 bits of float32, float16 keeps 11: a sum with noise of 13 bits is exact, and so are values of float16.
+    noise = torch.randint(1 << 13, values.shape, device=values.device, generator=generator).float().div_(1 << 13)
+    return noise.add_(values / spacing).floor_().mul_(spacing).to(dtype)
 
 
 def same_within_rounding(found_TV: Tensor, expected_TV: Tensor, *dtypes: torch.dtype) -> bool:

@@ -6,11 +6,32 @@ from pathlib import Path
 import pytest
 import torch
 
-from podium.devices import autocast, choose_device, compute_dtype, parse_dtype, random_state, set_random_state
+from podium.devices import (
+    autocast,
+    choose_device,
+    compute_dtype,
+    parse_dtype,
+    random_state,
+    round_by_name,
+    set_random_state,
+)
 from podium.errors import ConfigError
 from tests.warm_python import run_python
 
 CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(("dtype", "step"), [(torch.bfloat16, 2.0**-7), (torch.float16, 2.0**-10)])
+def test_rounding_by_name_keeps_the_mean_and_what_is_exact(dtype: torch.dtype, step: float) -> None:
+    values = torch.tensor([1.0, -1.0, 1.0 + step / 8, -1.0 - step / 8, 3e-7, 0.0, 2 - step, 1.5 * 2.0**-14])
+    rounded = torch.stack([round_by_name(values, str(number), dtype).float() for number in range(4000)])
+    for exact in (0, 1, 5, 6, 7):
+        assert torch.equal(rounded[:, exact], values[exact].expand(4000))
+    assert set(rounded[:, 2].tolist()) == {1.0, 1.0 + step}
+    assert set(rounded[:, 3].tolist()) == {-1.0, -1.0 - step}
+    torch.testing.assert_close(rounded.mean(0), values, rtol=3e-3, atol=2e-9)
+    assert torch.equal(round_by_name(values, "a", dtype), round_by_name(values, "a", dtype))
+    assert torch.equal(round_by_name(values, "a", torch.float32), values)
 
 
 def test_without_devices_of_its_own_a_worker_computes_on_the_cpu() -> None:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from podium.data.adapters import Adapter, merge_adapters
 from podium.data.gathering import gather_rows, is_divided
+from podium.devices import round_by_name
 from podium.models.buckets import Piece, WeightInfo, cut
 from podium.models.loading import plain_model
 from podium.models.value_head import is_of_value_head
@@ -29,6 +30,7 @@ class WholeWeights:
 
     Attributes:
         adapters: The adapters that are not merged.
+        adapted: The weights into which adapters are merged.
         tensors: The model's own tensors in the order of ``manifest``; its weights where ``is_plain`` is True.
         manifest: Name, shape and bytes an element of each whole tensor, in the model's order.
         sharded: Whether a tensor is spread over several ranks.
@@ -45,6 +47,7 @@ class WholeWeights:
         frozen = {name for name, tensor in self._named.items() if isinstance(tensor, nn.Parameter)}
         frozen = {name for name in frozen if adapters and not merged and not self._named[name].requires_grad}
         self._merged = {adapter.weight: adapter for adapter in adapters if merged}
+        self.adapted = tuple(self._merged)
         self._matrices = matrices
         self.adapters = () if merged else adapters
         self._named |= {} if merged else matrices
@@ -57,14 +60,22 @@ class WholeWeights:
         self.is_plain = not self.sharded and not self._merged
 
     @torch.no_grad()
-    def gather(self, name: str) -> Tensor:
-        """Return one whole tensor on the model's device. It may be the parameter itself: copy what you keep."""
+    def gather(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        """Return one whole tensor on the model's device. It may be the parameter itself: copy what you keep.
+
+        A weight with an adapter is merged in float32, and then rounded by :func:`.round_by_name`.
+
+        Args:
+            name: The name of the tensor.
+            dtype: The data type of a weight with an adapter. Default: its own.
+        """
         value = gather_rows(self._named[name].detach())
         if (adapter := self._merged.get(name)) is None:
             return value
         matrices = {matrix: gather_rows(self._matrices[matrix].detach()) for matrix in (adapter.down, adapter.up)}
-        ((_, value),) = merge_adapters([adapter], {name: value, **matrices})
-        return value
+        dtype = dtype or value.dtype
+        ((_, value),) = merge_adapters([adapter], {name: value.to(dtype).float(), **matrices})
+        return round_by_name(value, name, dtype)
 
     def bucket(self, index: int, bucket_bytes: int) -> list[Tensor]:
         """Return the rows of each piece of bucket ``index`` of those that :func:`.cut` makes; views of the model's own

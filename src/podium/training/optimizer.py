@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
+from podium.devices import round_stochastically
 from podium.models.value_head import is_of_value_head
 from podium.training.config import OptimConfig
 
@@ -120,14 +121,6 @@ def find_matrices(model: nn.Module) -> set[nn.Parameter]:
 def _is_vector(parameter: Tensor) -> bool:
     """Whether a parameter has one dimension, or several without meaning. A linear layer with one output is a matrix."""
     return parameter.dim() < 2 or (parameter.dim() > 2 and sum(size > 1 for size in parameter.shape) < 2)
-
-
-def round_stochastically(values: Tensor, seed: int) -> Tensor:
-    """Round float32 to bfloat16, up or down with the probability that keeps the value on average."""
-    generator = torch.Generator(values.device).manual_seed(seed)
-    noise = torch.randint(1 << 16, values.shape, dtype=torch.int32, device=values.device, generator=generator)
-    # bfloat16 is the upper half of float32, so that the sum carries into it as often as the lower half asks for.
-    return ((values.view(torch.int32) + noise) & -(1 << 16)).view(torch.float32).bfloat16()
 
 
 @torch.no_grad()

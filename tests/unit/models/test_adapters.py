@@ -12,7 +12,7 @@ import torch
 
 from podium.errors import ConfigError
 from podium.models import LoraConfig, ModelConfig, load_model
-from podium.models.whole_weights import full_weights
+from podium.models.whole_weights import WholeWeights, full_weights
 from podium_dryrun.memory import model_size
 from tests.unit.workers.tiny import ADAPTED, SHAPE, TINY
 
@@ -38,6 +38,48 @@ SHAPES: dict[str, dict[str, Any]] = {
 def make(model_type: str, *targets: str) -> ModelConfig:
     shape = {"model_type": model_type, **_COMMON, **SHAPES[model_type]}
     return replace(ADAPTED, config=shape, lora=LoraConfig(rank=2, alpha=8.0, targets=targets))
+
+
+@pytest.mark.parametrize("coarse", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("stored", ["bfloat16", "float32"])
+@pytest.mark.parametrize("shape", [SHAPE, {"model_type": "qwen3_moe", **_COMMON, **_EXPERTS}], ids=["dense", "moe"])
+def test_updates_far_below_the_steps_of_a_coarse_type_are_kept_on_average(
+    shape: Any, stored: str, coarse: torch.dtype
+) -> None:
+    """Rounding to the nearest would keep less than a tenth of them."""
+    model = load_model(replace(ADAPTED, config=shape, dtype="float32"))
+    weights = WholeWeights(model)
+    if stored == "bfloat16":  # as a model of bfloat16 that is read in float32
+        for name, parameter in model.named_parameters():
+            parameter.data = parameter if "lora_" in name else parameter.bfloat16().float()
+        weights = WholeWeights(model)
+    before = {name: weights.gather(name, coarse) for name in weights.adapted}
+    plain = dict(full_weights(load_model(replace(TINY, config=shape))))
+    if stored == "bfloat16":
+        plain = {name: tensor.bfloat16().float() for name, tensor in plain.items()}
+    assert all(torch.equal(before[name], plain[name].to(coarse)) for name in before), "no update, no change"
+    source, kept, updates = torch.Generator().manual_seed(1), 0.0, 0.0
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=1e-4 if coarse == torch.bfloat16 else 1e-5, generator=source)
+    for name in before:
+        merged, delta = weights.gather(name, coarse), weights.gather(name) - plain[name]
+        assert torch.equal(merged, weights.gather(name, coarse))
+        kept += float(((merged.double() - before[name].double()) * delta).sum())
+        updates += float(delta.double().square().sum())
+    assert updates > 0
+    assert 0.8 < kept / updates < 1.2
+
+
+def test_a_merge_in_float32_is_the_sum() -> None:
+    model = load_model(ADAPTED)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter)
+    layer: Any = model.get_submodule("base_model.model.model.layers.0.self_attn.q_proj")
+    down, up = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+    expected = layer.base_layer.weight + (up @ down) * 2.0
+    assert torch.equal(dict(full_weights(model))["model.layers.0.self_attn.q_proj.weight"], expected)
 
 
 def list_adapted(model: Any) -> set[str]:

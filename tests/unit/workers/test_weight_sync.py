@@ -17,7 +17,7 @@ from podium.data import Batch, Jagged
 from podium.errors import ConfigError, DataError, EndpointError, GenerationError
 from podium.models import LoraConfig
 from podium.models.buckets import Piece, WeightInfo, WeightManifest, checksum, cut
-from podium.models.whole_weights import full_weights
+from podium.models.whole_weights import WholeWeights, full_weights
 from podium.rollout.engines import EngineConfig
 from podium.rollout.sampling import SamplingParams
 from podium.runtime import Cluster, colocate, endpoint
@@ -225,7 +225,13 @@ def test_adapters_are_published_alone_and_give_the_bits_of_merged_weights(
         pair.sync.sync(version)
         (trained,) = pair.policy.group.run(lambda worker: dict(full_weights(worker.model)))
         (drawn,) = pair.generator.group.run(lambda worker: worker._engine.model.state_dict())
-        assert all(torch.equal(drawn[name], tensor.to(drawn[name].dtype)) for name, tensor in trained.items())
+        dtypes = {name: drawn[name].dtype for name in trained}
+        (merged,) = pair.policy.group.run(
+            lambda worker, dtypes=dtypes: {
+                name: WholeWeights(worker.model).gather(name, dtype) for name, dtype in dtypes.items()
+            }
+        )
+        assert all(torch.equal(drawn[name], merged[name].to(dtypes[name])) for name in trained)
         adapters = sum(nbytes for name, nbytes in arrived.items() if "lora_" in name)
         (expected,) = pair.policy.group.run(
             lambda worker: sum(p.nbytes for p in worker.model.parameters() if p.requires_grad)
@@ -233,6 +239,33 @@ def test_adapters_are_published_alone_and_give_the_bits_of_merged_weights(
         base = sum(tensor.nbytes for tensor in trained.values()) if version == 1 else 0
         assert (adapters, sum(arrived.values())) == (expected, expected + base), "the base comes once"
     pair.check(3, atol=0.1 if "dtype" in engine else 1e-5)
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("kind", ["streamed", "colocated"])
+@pytest.mark.parametrize(
+    ("dtype", "engine_dtype"), [("bfloat16", None), ("float32", "bfloat16"), ("float32", "float16")]
+)
+def test_a_coarse_generator_draws_with_small_updates_of_adapters(
+    make: Any, kind: str, dtype: str, engine_dtype: str | None
+) -> None:
+    pair = make(kind, replace(ADAPTED, dtype=dtype), **({} if engine_dtype is None else {"dtype": engine_dtype}))
+    coarse = getattr(torch, engine_dtype or dtype)
+
+    def shift(worker: Any) -> dict[str, torch.Tensor]:
+        """Change the adapters by little, and return the merged weights."""
+        source = torch.Generator().manual_seed(1)
+        for name, parameter in worker.model.named_parameters():
+            if "lora_B" in name:
+                parameter.data.normal_(0.0, 1e-5, generator=source)
+        worker.engine.step_count += 1
+        weights = WholeWeights(worker.model)
+        return {name: weights.gather(name, coarse) for name in weights.adapted}
+
+    (merged,) = pair.policy.group.run(shift)
+    pair.sync.sync(1)
+    (drawn,) = pair.generator.group.run(lambda worker: worker._engine.model.state_dict())
+    assert all(torch.equal(drawn[name], weight) for name, weight in merged.items())
 
 
 class ScaledBuckets(Policy):

@@ -15,10 +15,13 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import groupby
+from operator import attrgetter
 
 from torch import Tensor
 
 from podium.data.adapters import Adapter, merge_adapters
+from podium.devices import round_by_name
 from podium.errors import GenerationError
 from podium.exceptions import read_text
 
@@ -129,14 +132,20 @@ class WeightHolder(ABC):
     def load_adapters(self, adapters: Sequence[Adapter], tensors: Mapping[str, Tensor]) -> None:
         """Take the base of adapters with ``adapters`` merged, in place of earlier ones; the gate is closed.
 
-        The base class merges each weight and loads it. An engine that computes with adapters apart has its own.
+        The base class merges each weight in float32, rounds it by :func:`.round_by_name` to the data type in which the
+        engine holds it, and loads it. An engine that computes with adapters apart has its own.
 
         Args:
             adapters: All adapters; weights without one keep what was loaded.
             tensors: The matrices of the adapters, and the weights that they change as they are without adapters.
         """
-        for name, values in merge_adapters(adapters, tensors):
-            self.load(name, 0, values)
+        for name, of_weight in groupby(adapters, attrgetter("weight")):
+            mine, rows = [*of_weight], self.rows(name, 0, 1)
+            dtype = tensors[name].dtype if rows is None else rows.dtype
+            parts = {matrix: tensors[matrix] for adapter in mine for matrix in (adapter.down, adapter.up)}
+            base = tensors[name].to(parts[mine[0].down].device).to(dtype).float()
+            ((_, values),) = merge_adapters(mine, {name: base, **parts})
+            self.load(name, 0, round_by_name(values, name, dtype))
 
     @abstractmethod
     def rows(self, name: str, start: int, stop: int) -> Tensor | None:

@@ -387,5 +387,6 @@ def _read(policy: SourcePolicy, engine: Engine, version: int) -> None:
     engine.check_weights({info.name: info.shape for info in weights.manifest})
     with engine.gate.changing(version):
         for info in weights.manifest:
-            engine.load(info.name, 0, weights.gather(info.name))
+            rows = engine.rows(info.name, 0, 1)
+            engine.load(info.name, 0, weights.gather(info.name, None if rows is None else rows.dtype))
         engine.loaded()
