@@ -19,11 +19,13 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from podium.devices import same_within_rounding
 from podium.errors import ConfigError, GenerationError
+from podium.exceptions import describe_error
 from podium.rollout.engines.config import RECORDS, EngineConfig, OutputOptions
 from podium.rollout.engines.constraints import Guided, restrict_logits
 from podium.rollout.engines.draw import draw, leave_out, uniforms
 from podium.rollout.engines.model import ModelEngine
 from podium.rollout.engines.requests import Event, Failed, Finished, Request, Tokens, conclude
+from podium.rollout.engines.short_twins import make_short_twin
 from podium.rollout.engines.stops import Watch
 from podium.rollout.sampling import SamplingParams
 from podium.telemetry.progress import Counting
@@ -34,9 +36,10 @@ class TransformersEngine(ModelEngine):
 
     A batch holds waiting requests of equal sampling parameters, with prompts padded on the left. Models whose results
     depend on padding, such as those with a recurrent state, get prompts of one length at a time. At the first prompts
-    of several lengths, the engine compares two short prompts together and alone to find out. The model's own generation
-    settings are not used. In float32 the same seeds give the same ids in any batch, except where a draw falls within
-    rounding of the boundary between two tokens.
+    of several lengths, the engine compares two short prompts together and alone to find out. Where the model has
+    windows, chunks or the like, it also does so on a tiny twin in which these are of four tokens. The model's own
+    generation settings are not used. In float32 the same seeds give the same ids in any batch, except where a draw
+    falls within rounding of the boundary between two tokens.
 
     New requests and new weights enter between two batches, because ``generate`` keeps its own keys and values. A
     completion therefore has one version, new weights wait for the end of a batch, and a request with ``stream`` gets
@@ -114,14 +117,21 @@ class TransformersEngine(ModelEngine):
         processor = _Drawing(params, seeds_B, self.text_ids, self.count, guided, watches)
         stops = list(params.stop_token_ids) or None
         with _record_experts(self.model, processor.experts) if params.record_experts else nullcontext():
-            self._generate([request.prompt for request in requests], params.max_new_tokens, stops, processor)
+            self._generate(
+                self.model, [request.prompt for request in requests], params.max_new_tokens, stops, processor
+            )
         return processor
 
     def _generate(
-        self, prompts: Sequence[Sequence[int]], count: int, stops: list[int] | None, processor: LogitsProcessor
+        self,
+        model: Any,
+        prompts: Sequence[Sequence[int]],
+        count: int,
+        stops: list[int] | None,
+        processor: LogitsProcessor,
     ) -> None:
-        device = next(self.model.parameters()).device
-        pad = getattr(self.model.config, "pad_token_id", None) or 0  # any id of the vocabulary would do
+        device = next(model.parameters()).device
+        pad = getattr(model.config, "pad_token_id", None) or 0  # any id of the vocabulary would do
         width = max(map(len, prompts))
         paddings = [width - len(prompt) for prompt in prompts]
         tokens = [[pad] * padding + list(prompt) for padding, prompt in zip(paddings, prompts, strict=True)]
@@ -129,9 +139,9 @@ class TransformersEngine(ModelEngine):
         settings = GenerationConfig(
             do_sample=False, max_new_tokens=count, eos_token_id=stops, pad_token_id=pad, use_cache=True
         )
-        layer = self.model.get_output_embeddings()
+        layer = model.get_output_embeddings()
         with layer.register_forward_hook(_compute_in_float32) if self._wide_output else nullcontext():
-            self.model.generate(
+            model.generate(
                 torch.tensor(tokens, device=device),
                 attention_mask=torch.tensor(mask, device=device),
                 generation_config=settings,
@@ -140,25 +150,38 @@ class TransformersEngine(ModelEngine):
 
     @cached_property
     def _takes_padding(self) -> bool:
-        """Whether a prompt with padding beside a longer one gives the logits that it gives alone."""
+        """Whether a prompt with padding beside a longer one gives the logits that it gives alone, also where both pass
+        the model's windows, chunks and the like, which is tried on a tiny twin."""
         if getattr(self.model, "_is_stateful", False):
             return False
-        low, most = min(3, self.vocabulary - 1), min(16, self.positions or 16) - 2
-        text = [low + (7 * index) % (min(self.vocabulary, 1000) - low) for index in range(most)]
-        prompts = [text, text[: most // 3 + 1]]
-        alone = torch.cat([self._logits([prompt]) for prompt in prompts])
-        if same_within_rounding(self._logits(prompts), alone, next(self.model.parameters()).dtype):
-            return True
-        logging.getLogger("podium").warning(
-            "%s generates from prompts of one length at a time, because padding changes its logits",
-            type(self.model).__name__,
-        )
-        return False
+        reason = "" if self._same_with_padding(self.model) else "padding changes its logits"
+        if not reason:
+            try:
+                twin: Any = make_short_twin(self.model)
+                with nullcontext() if twin is None else _sampling_mode(twin):
+                    same = twin is None or self._same_with_padding(twin)
+                reason = "" if same else "padding changes its logits in texts beyond its windows, chunks or the like"
+            except Exception as error:  # noqa: BLE001 - whatever an architecture raises that cannot be so small
+                reason = f"what padding changes in long texts cannot be tried ({describe_error(error)})"
+        if reason:
+            logging.getLogger("podium").warning(
+                "%s generates from prompts of one length at a time, because %s", type(self.model).__name__, reason
+            )
+        return not reason
 
-    def _logits(self, prompts: Sequence[Sequence[int]]) -> Tensor:
+    def _same_with_padding(self, model: Any) -> bool:
+        """Whether two short prompts give the same logits together and alone."""
+        vocabulary = min(model.get_input_embeddings().weight.shape[0], self.vocabulary, 1000)
+        low, most = min(3, vocabulary - 1), min(16, self.positions or 16) - 2
+        text = [low + (7 * index) % (vocabulary - low) for index in range(most)]
+        prompts = [text, text[: most // 3 + 1]]
+        alone = torch.cat([self._logits(model, [prompt]) for prompt in prompts])
+        return same_within_rounding(self._logits(model, prompts), alone, next(model.parameters()).dtype)
+
+    def _logits(self, model: Any, prompts: Sequence[Sequence[int]]) -> Tensor:
         """Return the logits ``[2 * B, V]`` of two tokens after each prompt."""
         watching = _Watching()
-        self._generate(prompts, 2, None, watching)
+        self._generate(model, prompts, 2, None, watching)
         return torch.stack(watching.logits, 1).flatten(0, 1)
 
 
