@@ -206,7 +206,7 @@ def test_models_of_a_run_name_its_stop_tokens_and_the_card_its_stop_texts(tmp_pa
     policy = find_policy(tmp_path, 1)
     for folder in (run / "model", policy, tmp_path / "0", tmp_path / "1"):
         settings = json.loads((folder / "generation_config.json").read_text())
-        assert 5 in settings["eos_token_id"]
+        assert settings["eos_token_id"] == [5], "a list with ids replaces the end tokens"
         assert "stop_strings" not in settings, "transformers would then refuse to generate without a tokenizer"
     exported: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "0")
     assert exported.generate(torch.tensor([[4]]), max_new_tokens=2).shape[0] == 1

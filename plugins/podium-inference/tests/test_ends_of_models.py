@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from podium.models import char_tokenizer
-from podium.models.vocabulary import add_ends
+from podium.models.vocabulary import write_ends
 from podium.runs.run_files import RunFiles
 from podium.trainer.checkpointing import ModelExtras, write_model
-from podium_inference.export import _add_ends
+from podium_inference.export import _write_ends
 from tests.unit.rollout.service.scripted import ALPHABET, CHATML, SPECIAL
 
 
@@ -37,9 +37,19 @@ def test_the_ends_of_training_are_those_of_generation(before: Any, after: list[i
     assert settings == {"eos_token_id": after, "temperature": 0.6}
 
 
+@pytest.mark.parametrize("before", [1, [1, 3], None, [7, 1]])
+def test_ends_that_replaced_those_of_the_model_in_the_run_replace_them_in_its_model(
+    before: Any, tmp_path: Path
+) -> None:
+    policy: Any = Policy({"eos_token_id": before})
+    folder = write_model(RunFiles(tmp_path), policy, ModelExtras(None, (7, 9, 7), ends_alone=True))
+    assert json.loads((folder / "generation_config.json").read_text()) == {"eos_token_id": [7, 9]}
+
+
 def test_nothing_is_written_where_nothing_is_missing(tmp_path: Path) -> None:
     content = b'{"eos_token_id":   7}'
-    assert add_ends(content, (7, None)) == content
+    assert write_ends(content, (7, None)) == content
+    assert write_ends(content, (7,), alone=True) == content
     policy: Any = Policy(None)
     assert [*write_model(RunFiles(tmp_path), policy, ModelExtras(None, (1, 7))).iterdir()] == []
 
@@ -49,9 +59,9 @@ def test_an_exported_model_ends_as_its_template_does(template: str | None, tmp_p
     tokenizer = char_tokenizer(ALPHABET, chat_template=template)
     tokenizer.add_special_tokens({"additional_special_tokens": [*SPECIAL]})  # type: ignore[arg-type]
     tokenizer.save_pretrained(str(tmp_path))
-    _add_ends(RunFiles(tmp_path.parent), tmp_path.name)  # adapters, which have no such file
+    _write_ends(RunFiles(tmp_path.parent), tmp_path.name)  # adapters, which have no such file
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": tokenizer.eos_token_id}))
-    _add_ends(RunFiles(tmp_path.parent), tmp_path.name)
+    _write_ends(RunFiles(tmp_path.parent), tmp_path.name)
     ids = json.loads((tmp_path / "generation_config.json").read_text())["eos_token_id"]
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     assert ids == ([tokenizer.eos_token_id, end] if template == CHATML else tokenizer.eos_token_id)
@@ -62,7 +72,11 @@ def test_an_exported_model_ends_with_the_stop_tokens_of_the_run(tmp_path: Path) 
     tokenizer.add_special_tokens({"additional_special_tokens": [*SPECIAL]})  # type: ignore[arg-type]
     tokenizer.save_pretrained(str(tmp_path))
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": tokenizer.eos_token_id}))
-    _add_ends(RunFiles(tmp_path.parent), tmp_path.name, (5, "<|im_end|>", "</answer>"))
+    _write_ends(RunFiles(tmp_path.parent), tmp_path.name, (5, "<|im_end|>", "</answer>"))
     settings = json.loads((tmp_path / "generation_config.json").read_text())
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
-    assert settings == {"eos_token_id": [tokenizer.eos_token_id, 5, end]}, "a text is no token"
+    assert settings == {"eos_token_id": [5, end]}, "they replace the model's, and a text is no token"
+    _write_ends(RunFiles(tmp_path.parent), tmp_path.name, ("</answer>",))
+    assert json.loads((tmp_path / "generation_config.json").read_text()) == {
+        "eos_token_id": [5, end, tokenizer.eos_token_id]
+    }, "texts are added to the end tokens"

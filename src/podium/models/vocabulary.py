@@ -76,15 +76,22 @@ def resolve_stops(
     return numbers, tuple(dict.fromkeys(stop for stop in ids if isinstance(stop, str)))
 
 
-def add_ends(settings: bytes, ends: Iterable[int | None]) -> bytes:
+def write_ends(settings: bytes, ends: Iterable[int | None], *, alone: bool = False) -> bytes:
     """Return the content of a generation_config.json by which transformers and vLLM end a completion at ``ends`` too,
-    and not at the tokens of the model alone that this one was trained from."""
+    and not at the tokens of the model alone that this one was trained from.
+
+    Args:
+        settings: The content of the model's generation_config.json.
+        ends: The tokens.
+        alone: Whether ``ends`` replace the tokens of the model.
+    """
     values = json.loads(settings)
     ids = values.get("eos_token_id")
     ids = ids if isinstance(ids, list) else [] if ids is None else [ids]
-    if not (missing := [id for id in dict.fromkeys(ends) if id is not None and id not in ids]):
+    wanted = [id for id in dict.fromkeys([*([] if alone else ids), *ends]) if id is not None]
+    if {*wanted} == {*ids}:
         return settings
-    return (json.dumps({**values, "eos_token_id": [*ids, *missing]}, indent=2) + "\n").encode()
+    return (json.dumps({**values, "eos_token_id": wanted}, indent=2) + "\n").encode()
 
 
 def find_ids_beyond(model: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:

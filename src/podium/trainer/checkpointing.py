@@ -17,7 +17,7 @@ from podium.errors import CheckpointError, EndpointError, PodiumError
 from podium.exceptions import name_class, read_text
 from podium.models.manifest import check_manifest, explain, file_sums, refusal_of, write_manifest
 from podium.models.tokenizers import explain_other_encoding
-from podium.models.vocabulary import add_ends
+from podium.models.vocabulary import write_ends
 from podium.runs.checkpoint_folders import Checkpoints, TrainerState, files_of
 from podium.runs.files import STATE_FILE
 from podium.runs.run_files import RunFiles
@@ -61,10 +61,12 @@ class ModelExtras:
     Attributes:
         template: The chat template if it is not the tokenizer's own.
         ends: The tokens with which the model has learned to end, and those that ended completions of the run.
+        ends_alone: Whether ``ends`` replaced those of the model in the run.
     """
 
     template: str | None = None
     ends: Sequence[int | None] = ()
+    ends_alone: bool = False
 
     def add_to(self, files: RunFiles, folder: str) -> list[str]:
         """Write them into the folder of a model, so that other libraries use them. Returns the names of the files."""
@@ -74,7 +76,7 @@ class ModelExtras:
             names.append(CHAT_TEMPLATE_FILE)
         if files.is_file(folder, GENERATION_CONFIG_NAME):
             settings = files.read(folder, GENERATION_CONFIG_NAME)
-            files.write(add_ends(settings, self.ends), folder, GENERATION_CONFIG_NAME)
+            files.write(write_ends(settings, self.ends, alone=self.ends_alone), folder, GENERATION_CONFIG_NAME)
             names.append(GENERATION_CONFIG_NAME)
         return names
 

@@ -22,6 +22,7 @@ from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
 from podium.errors import ConfigError
+from podium.models.vocabulary import resolve_stops
 from podium.rewards import Grader, Rewards
 from podium.rollout.environments import load_sessions
 from podium.rollout.sampling import SamplingParams
@@ -228,9 +229,7 @@ def open_run(
     # Closed after the workers: their end is what ends a call that a thread still waits for.
     ahead = 1 + config.run.max_staleness if declaration_of(schedule).side_by_side else 1
     threads = stack.enter_context(ThreadPoolExecutor(ahead, thread_name_prefix="collect"))
-    tokenizer: Any = kept.data.tokenizer
-    ends = (tokenizer.eos_token_id, end_of_turn(tokenizer, config.data), *kept.data.sampling.stop_token_ids)
-    extras = ModelExtras(kept.data.template, ends)
+    extras = _make_extras(config, kept.data)
     saver = Saver(directory.checkpoints, config.save, extras, beside=kept.cluster.capabilities.concurrent)
     stack.callback(saver.close)
     stack.callback(kept.grader.drop)
@@ -402,6 +401,16 @@ def count_steps(config: PPOConfig | SFTConfig, examples: int) -> PPOConfig | SFT
             )
         )
     return config if epochs is None else replace(config, run=replace(config.run, steps=steps, epochs=None))
+
+
+def _make_extras(config: PPOConfig | SFTConfig, data: RunData[Any]) -> ModelExtras:
+    """Return what the run's models have beside their weights. Token ids of ``sampling.stop_token_ids`` replace the ends
+    of the model there as they do in the run."""
+    tokenizer: Any = data.tokenizer  # transformers leaves these types open
+    if resolve_stops(config.sampling.stop_token_ids, data.tokenizer)[0]:
+        return ModelExtras(data.template, data.sampling.stop_token_ids, ends_alone=True)
+    ends = (tokenizer.eos_token_id, end_of_turn(data.tokenizer, config.data), *data.sampling.stop_token_ids)
+    return ModelExtras(data.template, ends)
 
 
 def _make_generators(

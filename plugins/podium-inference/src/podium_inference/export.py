@@ -74,7 +74,7 @@ def export_model(found: StoredModel, to: Path, *, merge: bool = False) -> None:
             raise ConfigError(f"{found.run} has no checkpoint with its adapters: --merge exports the merged model")
         else:
             _copy_model(RunFiles(found.run, "model"), aside)
-        _add_ends(files, temporary, found.stops)
+        _write_ends(files, temporary, found.stops)
         (aside / _CARD).write_text(_card(found, adapters=found.adapted and not merge), encoding="utf-8")
         files.rename(temporary, to.name)
     except Exception as error:
@@ -177,26 +177,27 @@ def _write_checkpoint(found: StoredModel, to: Path, *, merge: bool) -> None:
         (to / CHAT_TEMPLATE_FILE).write_text(template, encoding="utf-8")
 
 
-def _add_ends(files: RunFiles, folder: str, stops: Sequence[int | str] = ()) -> None:
-    """Let other libraries end a completion as the run did: with the chat template's end of a turn, and with the tokens
-    of ``stops``. Its texts cannot be written: a model whose generation_config.json has some needs a tokenizer in each
-    call of ``generate``."""
+def _write_ends(files: RunFiles, folder: str, stops: Sequence[int | str] = ()) -> None:
+    """Let other libraries end a completion as the run did: with the chat template's end of a turn, or with the tokens
+    of ``stops`` alone if there are any. Its texts cannot be written: a model whose generation_config.json has some
+    needs a tokenizer in each call of ``generate``."""
     from transformers.utils import GENERATION_CONFIG_NAME
 
     from podium.models.tokenizers import load_tokenizer
-    from podium.models.vocabulary import add_ends, resolve_stops
+    from podium.models.vocabulary import resolve_stops, write_ends
     from podium.rollout.tasks import end_of_turn
     from podium.rollout.tasks.config import DataConfig
 
     if not files.is_file(folder, GENERATION_CONFIG_NAME):  # of adapters and of reward models
         return
     tokenizer: Any = load_tokenizer(str(files.path / folder))
+    settings, numbers = files.read(folder, GENERATION_CONFIG_NAME), resolve_stops(stops, tokenizer)[0]
     end: int | None = None
-    with suppress(ConfigError):  # a template that the run did not use may be none that works
-        end = end_of_turn(tokenizer, DataConfig())
-    settings = files.read(folder, GENERATION_CONFIG_NAME)
-    ends = (tokenizer.eos_token_id, end, *resolve_stops(stops, tokenizer)[0])
-    files.write(add_ends(settings, ends), folder, GENERATION_CONFIG_NAME)
+    if not numbers:
+        with suppress(ConfigError):  # a template that the run did not use may be none that works
+            end = end_of_turn(tokenizer, DataConfig())
+    ends = numbers or (tokenizer.eos_token_id, end)
+    files.write(write_ends(settings, ends, alone=bool(numbers)), folder, GENERATION_CONFIG_NAME)
 
 
 def _card(found: StoredModel, *, adapters: bool) -> str:
