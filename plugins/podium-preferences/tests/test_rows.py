@@ -141,6 +141,13 @@ def test_the_order_of_columns_does_not_decide_which_are_the_answers(
     assert [texts_of(rows, row) for row in range(len(rows))] == [PAIR] * len(orders)
 
 
+def test_the_worse_answers_are_no_texts_that_the_model_does_not_see(tmp_path: Path) -> None:
+    texts = {"chosen": "it is seven, since three and four are.", "rejected": "it is eight, since I think so."}
+    longer = {f"response_{name}": text for name, text in texts.items()}
+    for row in ({"prompt": SUM, **texts}, {"prompt": SUM, **longer}):
+        assert not [note for note in notes_of(lambda row=row: load(tmp_path, [row])) if "does not see" in note]
+
+
 def test_several_pairs_that_may_be_the_answers_are_refused(tmp_path: Path) -> None:
     several = {**LONGER, "chosen_rationale": "It is right.", "rejected_rationale": "It is wrong."}
     message = (

@@ -57,6 +57,8 @@ def run(code: str, row: Any) -> dict[str, Any]:
         ("print(input())", {"tests": [{"type": "stdin_stdout", "input": "6", "output": "6"}], "fn_name": "add"}),
         ("print(input())", {"tests": {"inputs": ["6"], "outputs": ["6"], "fn_name": None}}),
         ("print(input())", {"tests": {"input": "6", "output": "6"}}),
+        ("print(input())", {"tests": {"input": ["6\n", "5\n"], "output": ["6\n", "5\n"]}}),
+        ("print(input())", {"tests": [{"testtype": "STDIN", "input": "6", "output": "6"}]}),
     ],
 )  # fmt: skip
 def test_a_right_solution_passes_in_each_form(code: str, row: Any) -> None:
@@ -89,6 +91,7 @@ def test_the_share_of_calls_that_pass_is_the_score() -> None:
         ("eJxLTEoGAAJNASc=", "test 1 is neither JSON nor Python"),
         ("eJxLTEoGAAJNASc", "nothing in it can fail.*check_code"),
         ("42", "nothing in it can fail"),
+        ({"inputs": "11\n", "outputs": "12\n"}, "'inputs' is no list with an entry for each test: '11"),
         (['{"input": "1", "output": "1"}'], "nothing in it can fail"),
         ({"fn_name": "f", "inputs": [[object()]], "outputs": [1]}, "a object is no plain data"),
     ],

@@ -86,6 +86,14 @@ def test_the_judge_reads_the_system_message_of_a_row_and_the_only_one_of_its_ans
     assert "Be brief." in question and "2 + 2?" in question and "<reference>\n4\n</reference>" in question
 
 
+def test_a_system_message_that_a_template_wrote_is_shown_once() -> None:
+    with judging(count_digits) as (url, requests):
+        grade(
+            judge(url=url, model="m"), ["12"], [{"prompt": "Be brief.\n2 + 2?", "system": "Be brief.", "answer": "4"}]
+        )
+    assert requests[0][2]["messages"][1]["content"].count("Be brief.") == 1
+
+
 def test_an_answer_is_asked_for_once_also_by_a_later_run(tmp_path: Path) -> None:
     file = str(tmp_path / "judged.jsonl")
     with judging(count_digits) as (url, requests):
@@ -133,6 +141,8 @@ CRITERIA = '[{"name": "clarity", "score": 10}, {"name": "style", "score": 2}]'
         ('{{"score": 9}}', 9),
         ("[1] and [2]: " + '{"score": 9} [3]', 9),
         ('{"why": "' + "{" * 50 + '", "score": 9}', 9),
+        ('The answer begins {"name": "Ada", but it is cut off.\n{"score": 9}', 9),
+        ('It has \\{a: "b\\} in it.\n```json\n{"score": 9}\n```', 9),
     ],
 )
 def test_the_score_is_that_of_the_last_outermost_object(text: str, score: float) -> None:

@@ -130,6 +130,13 @@ def test_a_session_begins_with_the_system_message_of_its_row(tmp_path: Path) -> 
     assert task.example.row["answer"] == ["2"]
 
 
+def test_an_environment_may_read_a_history(tmp_path: Path) -> None:
+    file = tmp_path / "tasks.jsonl"
+    file.write_text(json.dumps({"prompt": "1+1", "history": [["hi", "ho"]], "answer": "2"}) + "\n")
+    (task,) = load_tasks(DataConfig(train=str(file), holdout=0), EnvironmentConfig(name=f"{__name__}:Odd"), "train")
+    assert task.example.row["history"] == [["hi", "ho"]]
+
+
 @pytest.mark.parametrize(
     "row", [{"image": "cat.png"}, {"frames": [{"bytes": "", "path": "a.mp4"}]}, {"prompt": "What is in <image>?"}]
 )

@@ -18,6 +18,7 @@ from podium.rollout.tasks import DataConfig, Example, load_examples
 from podium.rollout.tasks.bad_rows import BadRows
 from podium.rollout.tasks.chat_encoder import ChatEncoder
 from podium.rollout.tasks.encode import check_media
+from podium.rollout.tasks.examples import map_columns
 from podium.trainer.prompts import Tasks
 from podium_agents.environments.resolve import resolve_environment
 
@@ -51,7 +52,7 @@ def load_tasks(
     """
     side: Any = split
     if data.train or (split == "test" and data.eval):
-        examples = _without_media(load_examples(data.train, data, side, seed, limit), data)
+        examples = _without_media(load_examples(data.train, data, side, seed, limit, read=_read_task), data)
         # A session begins with the row's own system message.
         return make_tasks([replace(e, row={**e.row, "prompt": e.prompt}) for e in examples])
     tasks = resolve_environment(environment).tasks
@@ -65,6 +66,9 @@ def load_tasks(
     if not rows:
         raise ConfigError(f"environment.name = {environment.name!r} has no tasks for {split!r}")
     return make_tasks([Example(_show(row), _answer(row), row) for row in rows])
+
+
+_read_task: Final = partial(map_columns, in_session=True)
 
 
 def _without_media(examples: Sequence[Example], data: DataConfig) -> list[Example]:

@@ -8,6 +8,7 @@ completion, row ─▶ question ─▶ cache ─▶ POST /chat/completions ─�
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import json
 import re
@@ -262,9 +263,9 @@ def _key_of(row: Mapping[str, Any]) -> str:
 def _show_prompt(row: Mapping[str, Any]) -> str:
     """Return what the policy was asked: a text, or the messages as JSON, where the row has a system message, too."""
     prompt = row.get("prompt", "")
-    systems = list_systems(row) if isinstance(prompt, str) else {}
-    if systems:
-        prompt = [{"role": "system", "content": next(iter(systems.values()))}, {"role": "user", "content": prompt}]
+    for system in [*list_systems(row).values()][:1] if isinstance(prompt, str) else ():
+        if system not in prompt:  # a template of the prompt may have it
+            prompt = [{"role": "system", "content": system}, {"role": "user", "content": prompt}]
     return prompt if isinstance(prompt, str) else json.dumps(prompt, ensure_ascii=False, default=str)
 
 
@@ -298,7 +299,18 @@ def _skip_unread(text: str, start: int) -> int:
     if begun is None:
         return start + 1
     end = max(_find_closer(text, start, _WITH_STRINGS), _find_closer(text, start, _BRACKETS))
-    return start + 1 if end == len(text) + 1 and begun["word"] else end
+    is_word = end == len(text) + 1 and begun["word"]
+    return start + 1 if is_word or start < _find_last_line(text) < end else end
+
+
+def _find_last_line(text: str) -> int:
+    """Return where the last line begins that is a JSON object by itself; -1 if the last line is none. A bracket before
+    it that holds it is one of a quotation."""
+    before, _, line = text.rstrip().removesuffix("```").rstrip().rpartition("\n")
+    with contextlib.suppress(ValueError, RecursionError):
+        if line.startswith("{") and isinstance(json.loads(line), dict):
+            return len(before) + 1
+    return -1
 
 
 def _find_closer(text: str, start: int, tokens: re.Pattern[str]) -> int:

@@ -169,7 +169,9 @@ class CodeReward:
 def _parse_tests(value: Any, row: Mapping[str, Any]) -> _Tests:
     """Read tests: statements, a list of them, or inputs and outputs of a script or of a function, also as text."""
     value = _load(value)
-    items: list[Any] = [value] if isinstance(value, str) else _split(value) if isinstance(value, Mapping) else [*value]
+    items: list[Any] = (
+        [value] if isinstance(value, str) else _split(value, row) if isinstance(value, Mapping) else [*value]
+    )
     if all(isinstance(item, str) for item in items):
         _check_statements(items)
         return _Tests(statements=tuple(items), entry=str(row.get("entry_point") or ""))
@@ -200,12 +202,17 @@ def _load(value: Any) -> Any:
     return value
 
 
-def _split(value: Mapping[str, Any]) -> list[Any]:
+def _split(value: Mapping[str, Any], row: Mapping[str, Any]) -> list[Any]:
     """One object for each test, of an object with the inputs and the outputs of all."""
     if {"input", "output"} <= value.keys():
-        return [value]
+        texts = [value["input"], value["output"]]
+        if _find_name(value) or _find_name(row) or not all(map(_is_list_of_texts, texts)):
+            return [value]
+        value = {**value, "inputs": texts[0], "outputs": texts[1]}  # of several tests, as DeepMind writes them
     if not {"inputs", "outputs"} <= value.keys():
         raise ValueError(f"it has the entries {', '.join(map(repr, value)) or 'none'}: expected 'inputs' and 'outputs'")
+    if other := next((name for name in ("inputs", "outputs") if not isinstance(value[name], list)), ""):
+        raise ValueError(f"{other!r} is no list with an entry for each test: {str(value[other])[:40]!r}")
     if len(value["inputs"]) != len(value["outputs"]):
         counts = write_count(len(value["inputs"]), "input"), write_count(len(value["outputs"]), "output")
         raise ValueError(f"it has {counts[0]} and {counts[1]}")
@@ -214,6 +221,10 @@ def _split(value: Mapping[str, Any]) -> list[Any]:
         {**common, "input": parameters, "output": output}
         for parameters, output in zip(value["inputs"], value["outputs"], strict=True)
     ]
+
+
+def _is_list_of_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(entry, str) for entry in cast("list[Any]", value))
 
 
 def _check_statements(texts: Sequence[str]) -> None:
@@ -252,6 +263,7 @@ def _find_called(item: Mapping[str, Any], name: str, entry: str) -> str:
         ValueError: The kind of the test is not known, or it calls a function that nothing names.
     """
     name, kind = _find_name(item) or name, item.get("testtype") or item.get("test_type")
+    kind = kind.lower() if isinstance(kind, str) else kind
     if not kind and item.get("type") in (*_OF_FUNCTIONS, *_OF_SCRIPTS):
         kind = item["type"]
     if kind in _OF_SCRIPTS:

@@ -289,11 +289,15 @@ def _list_untaken(row: Mapping[str, Any], example: Example, config: DataConfig) 
                 yield part, field
 
 
-def map_columns(place: str, row: dict[str, Any], config: DataConfig) -> Example:
-    """Return the example of a row. Raises DataError for one that is malformed."""
+def map_columns(place: str, row: dict[str, Any], config: DataConfig, *, in_session: bool = False) -> Example:
+    """Return the example of a row, which an environment reads where ``in_session`` is True.
+
+    Raises:
+        DataError: The row is malformed.
+    """
     with name_place(place):
         prompt_column, answer_column = columns = _columns(row, config)
-        check_meaning(row, columns)
+        check_meaning(row, columns, in_session=in_session)
         prompt = _read(row, "prompt", prompt_column)
         if prompt_column in CONVERSATIONS and not isinstance(prompt, str):
             check_messages(prompt_column, prompt)
@@ -311,7 +315,9 @@ def map_columns(place: str, row: dict[str, Any], config: DataConfig) -> Example:
             if not isinstance(conversation, str):
                 check_messages(prompt_column, conversation)
             tools = read_tools(row, prompt_column)
-            example = _pair(columns, conversation, answer, row if tools is None else {**row, "tools": tools})
+            is_named = config.answer_column not in (None, "answer")
+            row = row if tools is None else {**row, "tools": tools}
+            example = _pair(columns, conversation, answer, row, is_named=is_named)
             example = replace(example, row={**example.row, **dict(_keep_values(row, answer_column, prompt))})
         messages = [*(example.prompt if isinstance(example.prompt, list) else ()), *example.turns]
         for text in (example.prompt, example.answer, *map(message_text, messages)):
@@ -403,8 +409,14 @@ def _keep_values(row: Mapping[str, Any], answer_column: str | None, prompt: Any)
             yield "answer", value
 
 
-def _pair(columns: tuple[str | None, str | None], prompt: Any, answer: Any, row: dict[str, Any]) -> Example:
-    """Return the example of a prompt with its answer, of which each may be a conversation."""
+def _pair(
+    columns: tuple[str | None, str | None], prompt: Any, answer: Any, row: dict[str, Any], *, is_named: bool
+) -> Example:
+    """Return the example of a prompt with its answer, of which each may be a conversation.
+
+    Args:
+        is_named: Whether ``data.answer_column`` names the column of the answer.
+    """
     if columns[0] not in CONVERSATIONS and answer is not None and _ends_with_answer(prompt):
         raise DataError(
             f"column {columns[0]!r} ends with the assistant's turn, and column {columns[1]!r} has an answer too, so "
@@ -416,7 +428,7 @@ def _pair(columns: tuple[str | None, str | None], prompt: Any, answer: Any, row:
         *prompt, last = prompt
         if not prompt:
             raise DataError(f"column {columns[0]!r} holds no message before the assistant's answer")
-        if columns[1] in (None, "answer", *NESTED_ANSWERS):  # what a reward compares with, and nothing to learn
+        if not is_named and columns[1] != _COMPLETION:  # what a reward compares with, and nothing to learn
             return _example(prompt, message_text(last) if answer is None else answer, row, turns=[last], whole=True)
     if is_conversation(answer):
         check_messages(columns[1], answer)

@@ -151,7 +151,9 @@ def read_value(row: Mapping[str, Any], name: str) -> Any:
             value = cast("Mapping[str, Any]", value)[key]
         else:
             raise KeyError(key)
-    if path and path[-1] == "ground_truth":  # verl's are sometimes a list of one text, as JSON
+    if (
+        path and path[-1] == "ground_truth" and isinstance(value, str)
+    ):  # verl's are sometimes a list of one text, as JSON
         element = read_single(parse_json(value, '["'))
         return element if isinstance(element, str) else value
     return value
@@ -464,11 +466,12 @@ def columns_of_pair(name: str | None, row: Mapping[str, Any]) -> tuple[str, str]
     return None
 
 
-def check_meaning(row: Mapping[str, Any], columns: Sequence[str | None]) -> None:
+def check_meaning(row: Mapping[str, Any], columns: Sequence[str | None], *, in_session: bool = False) -> None:
     """Refuse a row with a column that changes what prompt and answer mean, and that Podium does not read.
 
     Args:
-        columns: The columns that are read.
+        columns: The columns that are read, or templates of them.
+        in_session: Whether an environment reads the row, which may read any column.
 
     Raises:
         DataError: There is one. The message names it and the remedy.
@@ -480,11 +483,13 @@ def check_meaning(row: Mapping[str, Any], columns: Sequence[str | None]) -> None
             "something else"
         )
     with name_place("column 'history'"):
-        listed = parse_json(row.get("history"), "[", strict=True)
-    history = cast("list[Any]", listed) if isinstance(listed, list) else []
-    if any(text.strip() for text in list_texts(history)) and "history" not in columns:
+        history: Any = parse_json(parse_json(row.get("history"), "[", strict=True), "{", strict=True)
+    read = {field.partition(".")[0] for column in columns for field in list_fields(column)}
+    holds_turns = isinstance(history, list | Mapping) and any(text.strip() for text in list_texts(history))
+    if holds_turns and not in_session and "history" not in read:
+        turns = write_count(len(history), "earlier turn") if isinstance(history, list) else "earlier turns"
         raise DataError(
-            f"column 'history' holds {write_count(len(history), 'earlier turn')}, which would be left out of the "
+            f"column 'history' holds {turns}, which would be left out of the "
             'prompt; write them as messages, [{"role": "user", "content": "…"}, …], or rename the column where it '
             "means something else"
         )

@@ -18,6 +18,7 @@ from podium.rollout.tasks.forms import (
     is_template,
     list_systems,
     list_tools,
+    read_single,
 )
 from podium.rollout.tasks.media import find_links
 from podium.rollout.tasks.messages import Messages, message_text, strip_end
@@ -94,8 +95,13 @@ def _list_read(examples: Sequence[Example], config: DataConfig) -> Iterator[str]
     columns = rows[0].keys() - {"prompt"} if rows else ()
     if texts := sorted(name for name in columns if all(_is_number(row.get(name)) for row in rows)):
         yield (
-            f"CSV has texts alone, so that a reward gets the numbers in {', '.join(map(repr, texts[:_SHOWN]))} as "
-            "texts; JSON Lines and Parquet hold numbers"
+            f"CSV has texts alone: the numbers in {', '.join(map(repr, texts[:_SHOWN]))} are texts in each row; JSON "
+            "Lines and Parquet hold numbers"
+        )
+    if lists := sum(read_single(value := e.row.get("answer")) is not value for e in examples):
+        yield (
+            f"the {'answer of 1 row is a list' if lists == 1 else f'answers of {lists:,} rows are lists'} of one: "
+            "Podium's own rewards take the element, and row['answer'] of others and task['answer'] are the list"
         )
     if numbers := [e for e in examples if isinstance(value := e.row.get("answer"), float) and _is_odd(value)]:
         yield (
@@ -147,7 +153,7 @@ def _list_unread(examples: Sequence[Example], config: DataConfig, untaken: Mappi
         )
     if others := [name for name in names if name not in contexts and _is_unseen(name, examples)]:
         columns = f"column{'' if len(others) == 1 else 's'} {', '.join(map(repr, others[:_SHOWN]))}"
-        yield f"the model sees nothing of the {columns}, whose texts are for rewards and environments alone"
+        yield f"the texts of the {columns} are in neither the prompt nor the answer: the model does not see them"
     for (part, field), count in untaken.items():
         column = getattr(config, f"{part}_column")
         if not field:
@@ -175,9 +181,11 @@ def _list_unread(examples: Sequence[Example], config: DataConfig, untaken: Mappi
 
 def _is_left_out(name: str, example: Example) -> bool:
     """Whether a column that belongs to a question or an answer holds a text that is a part of neither."""
-    if example.is_text or name in (*example.columns, *example.fields):
+    rejected = example.preference.rejected if example.preference else None
+    read = [field for mine in (example, rejected) if mine for field in (*mine.columns, *mine.fields)]
+    if example.is_text or name in read:
         return False
-    shown = f"{whole_text(example.prompt)}\n{example.answer}"
+    shown = f"{whole_text(example.prompt)}\n{example.answer}\n{rejected.answer if rejected else ''}"
     return any(text.strip() not in shown for text in list_texts(example.row.get(name)))
 
 
@@ -186,6 +194,8 @@ def _is_unseen(name: str, examples: Sequence[Example]) -> bool:
     other notes tell are not looked at."""
     if name in (*CONVERSATIONS, "prompt", "answer", "tools", "functions") or is_speech(name):
         return False
+    if any(e.preference is not None and isinstance(e.row.get(name), list) for e in examples[:1]):
+        return False  # of several answers, each pair has two
     rows = examples[:_LOOKED_AT]
     count = sum(_is_left_out(name, e) and holds_speech(name, e.row.get(name)) for e in rows)
     return 2 * count > len(rows)
@@ -293,6 +303,13 @@ def note_unlearned(examples: Sequence[Example]) -> Iterator[str]:
     )
     for name, count in unread.items():
         yield f"column {name!r} of {write_count(count, 'row')} is not learned: data.prompt_column = {name} learns it"
+    others = [e for e in examples if e.whole and e.turns and e.columns[1] not in (None, "completion")]
+    others = [e for e in others if e.answer is not None and e.answer != message_text(e.turns[-1])]
+    for name, count in Counter(e.columns[1] for e in others).items():
+        yield (
+            f"column {name!r} of {write_count(count, 'row')} is not learned, but the last turn of the conversation: "
+            f"data.answer_column = '{{{name}}}' learns the column"
+        )
     columns = Counter(
         name
         for example in examples

@@ -130,12 +130,12 @@ class PromptStream(Generic[T]):
         if items != len(self) and not appended:
             raise CheckpointError(
                 f"the checkpoint was at example {position} of {items}, and the data have {len(self)} now; go on with "
-                "the data (and data.* settings) that the run began with"
+                "the data, the data.* settings and the release of Podium that the run began with"
             )
         if self._digest and not appended and state.get("digest", self._digest) not in ("", self._digest):
             raise CheckpointError(
                 f"the checkpoint was at example {position} of other data, whose prompts have other tokens: go on "
-                "with the data, the tokenizer and the data.* settings that the run began with"
+                "with the data, the tokenizer, the data.* settings and the release of Podium that the run began with"
             )
         number = epoch * items + position
         counts = [count for name, count in state.items() if name.startswith(_TAKEN)]

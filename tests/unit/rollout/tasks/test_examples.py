@@ -84,6 +84,15 @@ def test_the_reward_gets_the_answer_as_the_data_have_it(tmp_path: Path, value: A
         assert example.answer == str(value[0]), "this is what is learned and compared"
 
 
+def test_lists_of_one_answer_are_told_and_those_of_verl_stay_lists(tmp_path: Path, notes: list[str]) -> None:
+    """``str(row["answer"])`` is the text of a list there, to which no completion is equal."""
+    rows = [{"prompt": "1+1", "reward_model": {"ground_truth": truth}} for truth in (["2"], ["2", "two"], '["2"]', "2")]
+    examples = load(write_jsonl(tmp_path / "a.jsonl", rows))
+    assert [example.row["answer"] for example in examples] == [["2"], ["2", "two"], "2", "2"]
+    (note,) = [note for note in notes if "of one" in note]
+    assert "the answer of 1 row is a list of one: Podium's own rewards take the element, and row['answer'] of" in note
+
+
 @pytest.mark.parametrize("system", ["Be brief.", "", None])
 def test_a_prompt_of_text_is_text_for_the_reward_beside_a_system_message(tmp_path: Path, system: Any) -> None:
     rows: list[dict[str, Any]] = [
@@ -111,7 +120,7 @@ def test_texts_that_the_model_does_not_see_are_told(tmp_path: Path, notes: list[
     }
     assert load(write_jsonl(tmp_path / "a.jsonl", [{**row, "remark": "look at both of the numbers"}, row, row]))
     assert [note.partition(": ")[2] for note in notes] == [
-        "the model sees nothing of the column 'advice', whose texts are for rewards and environments alone"
+        "the texts of the column 'advice' are in neither the prompt nor the answer: the model does not see them"
     ]
     notes.clear()
     assert load(tmp_path / "a.jsonl", prompt_column="{prompt}\n{advice}")
@@ -552,7 +561,7 @@ def test_numbers_of_csv_are_told_to_be_texts(tmp_path: Path, notes: list[str]) -
     path.write_bytes(b"prompt,answer,level,unit,size\n1+1,2,1,km,\n1+2,3.0,-2,cm,4\n")
     assert [example.row["answer"] for example in load(path)] == ["2", "3.0"]
     (note,) = [note for note in notes if "CSV" in note]
-    assert "CSV has texts alone, so that a reward gets the numbers in 'answer', 'level' as texts; JSON Lines" in note
+    assert "CSV has texts alone: the numbers in 'answer', 'level' are texts in each row; JSON Lines and" in note
     notes.clear()
     load(write_jsonl(tmp_path / "a.jsonl", [{"prompt": "1+1", "answer": "2"}]))
     assert not notes

@@ -79,6 +79,11 @@ def turns(**fields: Any) -> list[dict[str, Any]]:
             {"prompt": "a", "answer": "b", "history": [{"from": "human", "value": "c"}]},
             "'history' holds 1 earlier turn",
         ),
+        (
+            {"prompt": "a", "answer": "b", "history": {"past_user_inputs": ["c"]}},
+            "'history' holds earlier turns, which",
+        ),
+        ({"prompt": "a", "answer": "b", "history": "A text of history."}, None),
         ({"prompt": "a", "answer": "b", "history": []}, None),
         ({"prompt": "a", "answer": "b", "history": [[]]}, None),
         ({"prompt": "a", "answer": "b", "history": [3, 4]}, None),
@@ -288,6 +293,8 @@ def test_an_answer_that_is_missing_is_told_whether_it_is_null_or_nan(tmp_path: P
         ({"answer": "7"}, {}, LAST["content"]),  # what a reward compares with
         ({"answer": [{"role": "assistant", "content": "7"}]}, {}, LAST["content"]),
         ({"reward_model": {"ground_truth": "7"}}, {}, LAST["content"]),
+        ({"reward_model": {"ground_truth": "new"}}, {"answer_column": "reward_model.ground_truth"}, "new"),
+        ({"answer": "new"}, {"answer_column": "{answer}"}, "new"),
     ],
 )
 @pytest.mark.parametrize("column", ["messages", "conversations"])
@@ -296,6 +303,21 @@ def test_the_answer_that_is_named_is_learned_in_place_of_the_last_turn(
 ) -> None:
     texts = learn(tmp_path, {column: turns(), **fields}, **settings)
     assert texts == [(False, OPENED), (True, f"{learned}<|im_end|>")]
+
+
+def test_an_answer_that_only_rewards_read_is_told_where_turns_are_learned(tmp_path: Path) -> None:
+    notes = notes_of(lambda: learn(tmp_path, {"messages": turns(), "answer": "7"}))
+    assert any(
+        "column 'answer' of 1 row is not learned, but the last turn of the conversation: data." in n for n in notes
+    )
+    for row in ({"messages": turns(), "answer": LAST["content"]}, {"messages": turns()}):
+        assert not any("is not learned" in note for note in notes_of(lambda row=row: learn(tmp_path, row)))
+
+
+def test_a_template_may_write_the_history(tmp_path: Path) -> None:
+    row = {"question": "so?", "history": [["hi", "ho"]], "answer": "b"}
+    for column in ("{history.0.0} {history.0.1} {question}", "{history[0][0]} {question}"):
+        assert "hi" in learn(tmp_path, row, prompt_column=column)[0][1]
 
 
 def test_two_answers_and_a_missing_one_are_refused(tmp_path: Path) -> None:
