@@ -133,3 +133,41 @@ def test_runs_of_other_prompts_or_other_tokens_are_named(tmp_path: Path, capsys:
         (run / "metrics.jsonl").write_text(json.dumps(row) + "\n")
     assert main(["runs", str(tmp_path), "--best"]) == 0
     assert "differ in data.prompt_column, the tokenizer\n" in capsys.readouterr().err
+
+
+def _spoil(run: Path, metric: str, text: str, first: int) -> None:
+    """Let the metric be no finite number from the step ``first`` on, as the writer of metrics.jsonl records it."""
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for row in rows:
+        if metric in row and row["step"] >= first:
+            row |= {metric: None, "nonfinite": {metric: text}}
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.mark.parametrize(
+    ("metric", "text", "kind"),
+    [("loss", "nan", "step"), ("reward/mean", "inf", "step"), ("loss", "-inf", "step"), ("reward_mean", "nan", "eval")],
+)
+def test_a_value_that_is_not_finite_is_the_last_one_and_is_counted(
+    metric: str, text: str, kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    runs = [make_run(tmp_path / name, lr=lr) for name, lr in (("a", 1e-5), ("b", 1e-4))]
+    _spoil(runs[1], metric, text, 3)
+    command = ["runs", "compare", *map(str, runs), "--metric", metric, "--out", str(tmp_path / "x.png")]
+    assert main(command) == 0
+    out, err = capsys.readouterr()
+    if kind == "step":
+        (line,) = [line.split() for line in out.splitlines() if line.startswith(f"{metric} ")]
+        assert line[2] == text, "the earlier value is not the last one"
+        assert err == f"b: {metric} is not finite at 1 step, first at step 3, and is not drawn there\n"
+    else:
+        assert f"b: {metric} is not finite at 1 step, first at step 3, and is not drawn there\n" in err
+        assert f"b has no finite {metric}, and is not drawn\n" in err
+    assert main(["runs", str(runs[1])]) == 0
+    out = capsys.readouterr().out
+    assert ("(not finite at 1 step)" in out) == (metric == "reward/mean"), "which is the metric of its curve"
+    for run in runs:
+        _spoil(run, metric, text, 1)
+    assert main(command) == 2
+    assert f"--metric {metric}: no value of these runs is finite" in capsys.readouterr().err

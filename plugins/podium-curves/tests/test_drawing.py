@@ -53,7 +53,21 @@ def test_the_curve_is_read_from_the_metrics(tmp_path: Path) -> None:
         steps=[1, 3],
         values=[0.4, 0.6],
         points=[point(0, 211), point(3, 306)],
+        omitted=(1, 0),
     )
+    assert curve.remark == "not finite at 1 step"
+
+
+def test_a_curve_counts_what_it_leaves_out() -> None:
+    rows: list[dict[str, object]] = [{"kind": "step", "step": step, metrics.LOSS: 1 / step} for step in (1, 2)]
+    text = podium_curves.draw(rows, 60)
+    assert text is not None and text.remark == "" and "finite" not in text.heading.plain
+    for step, kind in ((3, "step"), (4, "step"), (4, "eval")):
+        rows.append({"kind": kind, "step": step, "metric": "loss", "loss": None, "nonfinite": {"loss": "inf"}})
+    text = podium_curves.draw(rows, 60)
+    assert text is not None and text.remark == "not finite at 2 steps and 1 evaluation"
+    assert text.heading.plain == "loss on the training data (not finite at 2 steps and 1 evaluation)"
+    assert podium_curves.plot(rows, "sft") != podium_curves.plot(rows[:2], "sft")
 
 
 def test_without_steps_there_is_no_curve(tmp_path: Path) -> None:

@@ -27,11 +27,13 @@ class CurveText(NamedTuple):
         metric: The name of the metric that it shows.
         heading: The metric as people read it, and what the marks are.
         drawing: The curve.
+        remark: What the curve leaves out, such as "not finite at 2 steps".
     """
 
     metric: str
     heading: Text
     drawing: Text
+    remark: str = ""
 
     def in_ascii(self) -> CurveText:
         """Return the curve for a stdout whose encoding has ASCII alone. A cell with a dot becomes a star."""

@@ -290,8 +290,8 @@ class RunRecord:
         }
 
     def last(self, metric: str) -> float | None:
-        """The last value of a metric of steps; of evaluations where steps do not have it."""
-        values = {row["kind"]: row[metric] for row in self.rows if row.get(metric) is not None}
+        """The last value of a metric of steps; of evaluations where steps do not have it. It may be infinite or NaN."""
+        values = {row["kind"]: value for row in self.rows if (value := value_of(row, metric)) is not None}
         return values.get("step", values.get("eval"))
 
     @property
@@ -349,7 +349,11 @@ def figure_of(row: Mapping[str, Any], name: str, set_name: str) -> float | None:
     """The figure of a set in a row of an evaluation, which may be infinite or NaN; None where the row has none."""
     if not set_name and set_of(row):  # what has no set's name behind it is then the first one's
         return None
-    key = f"{name}/{set_name}" if set_name else name
+    return value_of(row, f"{name}/{set_name}" if set_name else name)
+
+
+def value_of(row: Mapping[str, Any], key: str) -> float | None:
+    """The number of a key in a row, which may be infinite or NaN; None where the row has none."""
     value = row.get(key)
     if value is None and (text := row.get("nonfinite", {}).get(key)):
         value = {"inf": math.inf, "-inf": -math.inf}.get(text, math.nan)

@@ -34,4 +34,4 @@ def draw(rows: Sequence[Mapping[str, Any]], width: int) -> CurveText | None:
     curve = build_curve(rows)
     if curve is None or len(curve.steps) < 2:
         return None
-    return CurveText(curve.metric, describe_curve(curve), draw_curve(curve, width))
+    return CurveText(curve.metric, describe_curve(curve), draw_curve(curve, width), curve.remark)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from io import BytesIO
@@ -11,7 +12,7 @@ from typing import Any, Final
 
 from podium.errors import ConfigError
 from podium.runs.run_files import RunFiles
-from podium.runs.run_reader import UNCOMPARED, RunRecord
+from podium.runs.run_reader import UNCOMPARED, RunRecord, value_of
 from podium.spelling import write_count
 from podium_curves.drawing import smooth
 
@@ -23,20 +24,24 @@ _COLORS: Final = ("#2563a8", "#d9730d", "#2f9e63", "#a03a9b", "#c0392b", "#6b728
 
 @dataclass(frozen=True)
 class RunCurve:
-    """A metric of the run called ``name``, by step."""
+    """A metric of the run called ``name``, by step: the ``values`` that are finite, and the steps of those that are
+    not."""
 
     name: str
     settings: Mapping[str, Any]
     values: Mapping[int, float]
+    nonfinite_steps: Sequence[int] = ()
 
     @classmethod
     def of(cls, run: RunRecord, name: str, metric: str) -> RunCurve:
         """Read ``metric`` of the run's steps, or where steps do not have it, of its evaluations."""
-        by_kind = {
-            kind: {row["step"]: row[metric] for row in run.rows if row["kind"] == kind and row.get(metric) is not None}
-            for kind in ("step", "eval")
-        }
-        return cls(name, run.settings, by_kind["step"] or by_kind["eval"])
+        by_kind: dict[str, dict[int, float]] = {}
+        for row in run.rows:
+            if (value := value_of(row, metric)) is not None:
+                by_kind.setdefault(row["kind"], {})[row["step"]] = value
+        values = by_kind.get("step") or by_kind.get("eval", {})
+        finite = {step: value for step, value in values.items() if math.isfinite(value)}
+        return cls(name, run.settings, finite, [step for step in values if step not in finite])
 
 
 def differing(runs: Sequence[RunRecord]) -> dict[str, list[Any]]:
@@ -62,7 +67,13 @@ def describe_omissions(groups: Sequence[Sequence[RunCurve]], metric: str) -> Ite
     """Yield a sentence for each run, and for each group, of which the picture does not show all."""
     for group in groups:
         curves = [curve for curve in group if curve.values]
-        yield from (f"{curve.name} has no {metric}, and is not drawn" for curve in group if not curve.values)
+        for curve in group:
+            if curve.nonfinite_steps:
+                steps = write_count(len(curve.nonfinite_steps), "step")
+                first = min(curve.nonfinite_steps)
+                yield f"{curve.name}: {metric} is not finite at {steps}, first at step {first}, and is not drawn there"
+            if not curve.values:
+                yield f"{curve.name} has no {'finite ' * bool(curve.nonfinite_steps)}{metric}, and is not drawn"
         common, steps = _find_common(curves), {step for curve in curves for step in curve.values}
         if len(common) < len(steps):
             lengths = ", ".join(f"{curve.name} {_describe_steps([*curve.values])}" for curve in curves)
@@ -89,6 +100,8 @@ def _label(curves: Sequence[RunCurve]) -> str:
 def plot_curves(groups: Sequence[Sequence[RunCurve]], metric: str, path: Path) -> Path:
     """Draw ``metric`` of each group: the mean of its runs, and a band from the lowest run to the highest, at the steps
     that all of them have. Raises ConfigError where no group has such a step."""
+    if not any(curve.values for group in groups for curve in group):
+        raise ConfigError(f"--metric {metric}: no value of these runs is finite, so that nothing can be drawn")
     if not any(_find_common([curve for curve in group if curve.values]) for group in groups):
         raise ConfigError(
             f"--metric {metric}: runs that differ only in their seeds are drawn at the steps that all of them have, "

@@ -11,7 +11,8 @@ from typing import IO, Any, Final
 from rich.text import Text
 
 from podium.runs.evaluation import accuracy_interval
-from podium.runs.run_reader import figure_of, metric_of, set_of
+from podium.runs.run_reader import figure_of, metric_of, set_of, value_of
+from podium.spelling import write_count
 from podium.telemetry import metrics
 from podium.telemetry.held_out import ACCURACY, Metric
 
@@ -37,13 +38,25 @@ class Point:
 
 @dataclass(frozen=True, kw_only=True)
 class Curve:
-    """A metric over steps, and held-out evaluations by the metric ``judge``."""
+    """A metric over steps, and held-out evaluations by the metric ``judge``.
+
+    Attributes:
+        omitted: How many steps, and how many evaluations, have a value that is not finite, which is not drawn.
+    """
 
     metric: str
     steps: Sequence[int]
     values: Sequence[float]
     judge: Metric = field(default_factory=lambda: Metric(ACCURACY))
     points: Sequence[Point] = ()
+    omitted: tuple[int, int] = (0, 0)
+
+    @property
+    def remark(self) -> str:
+        """What the curve leaves out, such as "not finite at 2 steps"; "" where it has all values."""
+        counts = zip(self.omitted, ("step", "evaluation"), strict=True)
+        parts = [write_count(count, noun) for count, noun in counts if count]
+        return f"not finite at {' and '.join(parts)}" if parts else ""
 
     @property
     def is_share(self) -> bool:
@@ -71,14 +84,24 @@ def build_curve(rows: Sequence[Mapping[str, Any]]) -> Curve | None:
     names = [name for name in (judge.of_steps, *_CURVES) if any(row.get(name) is not None for row in steps)]
     if not names:
         return None
-    points = {row["step"]: row[names[0]] for row in steps if row.get(names[0]) is not None}
+    values = {row["step"]: value for row in steps if (value := value_of(row, names[0])) is not None}
+    points = {step: value for step, value in values.items() if math.isfinite(value)}
     name = set_of(evaluations[-1]) if evaluations else ""
     held_out = [point for row in evaluations if (point := _point(row, judge, name)) is not None]
-    return Curve(metric=names[0], steps=[*points], values=[*points.values()], judge=judge, points=held_out)
+    measured = sum(figure_of(row, judge.name, name) is not None for row in evaluations)
+    return Curve(
+        metric=names[0],
+        steps=[*points],
+        values=[*points.values()],
+        judge=judge,
+        points=held_out,
+        omitted=(len(values) - len(points), measured - len(held_out)),
+    )
 
 
 def _point(row: Mapping[str, Any], judge: Metric, set_name: str) -> Point | None:
-    """An evaluation of the set that judges the run on the curve; None where the metric was not measured."""
+    """An evaluation of the set that judges the run on the curve; None where the metric was not measured, and where its
+    value is not finite."""
     value = figure_of(row, judge.name, set_name)
     if value is None or not math.isfinite(value):
         return None
@@ -142,6 +165,8 @@ def plot_curve(curve: Curve, path: Path | IO[bytes], title: str = "") -> None:
     for axis in figure.axes:
         axis.spines[["top", "left", "right"]].set_visible(False)
         axis.tick_params(length=0)
+    if curve.remark:
+        axes.set_title(curve.remark, loc="right", fontsize=9, color=_ORANGE)
     figure.suptitle(title or curve.title, x=0.02, ha="left", fontsize=13, fontweight="bold", color="#22262b")
     figure.legend(loc="lower center", ncols=2, frameon=False, fontsize=9, labelcolor="#444a52")
     figure.savefig(path)
@@ -194,8 +219,10 @@ def _ticks(low: float, high: float) -> list[float]:
 
 
 def describe_curve(curve: Curve) -> Text:
-    """Return the metric as people read it, and the mark of evaluations."""
+    """Return the metric as people read it, what the curve leaves out, and the mark of evaluations."""
     heading = Text.assemble((curve.title, "bold"))
+    if curve.remark:
+        heading.append(f" ({curve.remark})", "yellow")
     if curve.points and curve.shares_axis:
         heading.append("    ● ", "orange1").append("held-out", "dim")
     return heading

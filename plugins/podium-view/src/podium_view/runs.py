@@ -188,7 +188,7 @@ def _draw(run: RunRecord) -> None:
         return
     console = terminal()
     if (curve := drawer.draw(run.rows, min(console.width, 100))) is not None:
-        sys.stdout.write(f"\n  {curve.metric}\n")
+        sys.stdout.write(f"\n  {curve.metric}{f' ({curve.remark})' * bool(curve.remark)}\n")
         sys.stdout.flush()
         console.print((curve.in_ascii() if console.options.ascii_only else curve).drawing, highlight=False)
 
