@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -211,6 +212,59 @@ def test_models_of_a_run_name_its_stop_tokens_and_the_card_its_stop_texts(tmp_pa
     exported: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "0")
     assert exported.generate(torch.tensor([[4]]), max_new_tokens=2).shape[0] == 1
     assert main(["eval", str(run), "--backend", "inline", "--eval.items", "2"]) == 0
+
+
+def test_the_card_has_the_settings_with_which_the_model_was_written(tmp_path: Path) -> None:
+    """A later resume changes config.yaml, and not what an earlier checkpoint was trained with."""
+
+    def resume(steps: int, lr: float, stops: list[int | str]) -> Path:
+        run: dict[str, Any] = {"steps": steps, "resume": f"{tmp_path}/runs/run" if steps > 1 else ""}
+        save, sampling = {"every": 1, "keep": 9}, {"stop_token_ids": stops}
+        return train(
+            tiny(GRPOConfig, tmp_path, run=run, optim={"lr": lr}, sampling=sampling, eval={"items": 0}, save=save)
+        )
+
+    def export(name: str) -> tuple[str, list[int]]:
+        folder = tmp_path / f"out{len([*tmp_path.glob('out*')])}"
+        assert main(["export", name, "--to", str(folder)]) == 0
+        ends = json.loads((folder / "generation_config.json").read_text())["eos_token_id"]
+        return (folder / "README.md").read_text(), ends
+
+    for steps, lr, stops in ((1, 0.25, [5, "77"]), (2, 0.125, [6]), (3, 0.0625, [7])):
+        run = resume(steps, lr, stops)
+    card, ends = export(f"{run}@1")
+    assert "| `optim.lr` | `0.25` |" in card and "0.0625" not in card and ends == [5]
+    assert "this model. Earlier" not in card and 'ended with these texts, too: `"77"`' in card
+    changes = [
+        f"- Still at step {step} (config.{step}.yaml): `optim.lr` = `{lr}`" for step, lr in ((1, 0.25), (2, 0.125))
+    ]
+    card, ends = export(f"{run}@2")
+    assert "| `optim.lr` | `0.125` |" in card and "0.0625" not in card and ends == [6]
+    assert changes[0] in card and changes[1] not in card and "ended with these texts" not in card
+    for name in (f"{run}@3", str(run)):
+        card, ends = export(name)
+        assert "| `optim.lr` | `0.0625` |" in card and all(line in card for line in changes) and ends == [7]
+    shutil.rmtree(run / "checkpoints" / "step-000001")
+    (run / "config.2.yaml").write_text("a: [")
+    card, _ = export(f"{run}@3")
+    assert "- At steps of which no checkpoint is left (config.1.yaml): `optim.lr` = `0.25`" in card
+    assert "- Still at step 2: not known, because config.2.yaml of the run is missing or cannot be read" in card
+    state = run / "checkpoints" / "step-000003" / "trainer.json"
+    state.write_text(json.dumps({**json.loads(state.read_text()), "configs": None}))
+    (run / "config.2.yaml").unlink()
+    card, _ = export(f"{run}@3")
+    assert "The checkpoint does not say which of the run's settings were in force" in card and "0.25" not in card
+
+
+def test_the_card_names_the_model_that_a_run_began_as(tmp_path: Path) -> None:
+    """A resume with another model.path has the weights of its checkpoint."""
+    for steps, seed in ((1, 0), (2, 1)):
+        write_base(tmp_path / f"base{seed}")
+        model = {"path": str(tmp_path / f"base{seed}"), "config": {}}
+        run = {"steps": steps, "resume": f"{tmp_path}/runs/run" if steps > 1 else ""}
+        folder = train(tiny(GRPOConfig, tmp_path, run=run, model=model, eval={"items": 0}, save={"every": 1}))
+    assert main(["export", str(folder), "--to", str(tmp_path / "out")]) == 0
+    assert f"A model that began as `{tmp_path / 'base0'}`" in (tmp_path / "out" / "README.md").read_text()
 
 
 def test_a_run_and_its_export_say_that_others_encode_text_otherwise(

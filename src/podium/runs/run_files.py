@@ -15,6 +15,7 @@ import copy
 import errno
 import fcntl
 import os
+import re
 import shutil
 import stat
 import time
@@ -361,3 +362,8 @@ def _refuse(path: str, what: str = "no regular file") -> DataError:
         f"{path} is a link, or {what}: in a run's directory Podium follows no links and reads no pipes; put the file "
         "or folder itself there, or remove it"
     )
+
+
+def count_configs(files: RunFiles) -> int:
+    """Return how many configurations the run in ``files`` had before its present one: config.1.yaml is the first."""
+    return sum(re.fullmatch(r"config\.\d+\.yaml", name) is not None for name in files.names())

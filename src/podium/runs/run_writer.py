@@ -45,7 +45,7 @@ from podium.runs.config import PPOConfig, SFTConfig
 from podium.runs.files import SET, check_path, free_name, step_of
 from podium.runs.ledger import States
 from podium.runs.named_files import PLACES, as_given
-from podium.runs.run_files import RunFiles
+from podium.runs.run_files import RunFiles, count_configs
 from podium.runs.run_reader import CONFIG, METRICS, SUMMARY, RunRecord, check_run, flatten, is_run
 from podium.runs.trackers import load_tracker
 from podium.secrecy import mask_command, mask_text
@@ -210,7 +210,7 @@ class RunDirectory:
 
     def count_configs(self) -> int:
         """Return how many configurations the run had before its present one: config.1.yaml is the first of them."""
-        return sum(re.fullmatch(r"config\.\d+\.yaml", name) is not None for name in self.files.names())
+        return count_configs(self.files)
 
     def evaluations_of(self, name: str) -> RunFiles:
         """Return the directory of the completions of an evaluation set. It is called ``set=NAME``, so that readers get

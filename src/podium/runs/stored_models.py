@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
@@ -14,7 +15,7 @@ from podium.runs.config import InferenceConfig
 from podium.runs.files import STATE_FILE, step_of
 from podium.runs.named_code import check_code
 from podium.runs.named_files import find_current_values, is_needed, remarks
-from podium.runs.run_files import RunFiles
+from podium.runs.run_files import RunFiles, count_configs
 from podium.runs.run_reader import CONFIG, RunRecord, is_run
 
 MAKES_MODEL: Final = ("model", "data.chat_template")
@@ -34,13 +35,37 @@ class StoredModel:
 
     @property
     def values(self) -> dict[str, Any]:
-        """The run's configuration, as it was written. Raises ConfigError if one of its values is no section."""
-        content = RunFiles(self.run).read_small(CONFIG)
-        values = read_values(InferenceConfig, self.run / CONFIG, self.overrides, content)
-        for name, section in values.items():
+        """The run's present configuration, as it was written. Raises ConfigError if one of its values is no section."""
+        return self.read_values(CONFIG)
+
+    def read_values(self, name: str) -> dict[str, Any]:
+        """Return the values of one of the run's configurations, the file ``name``. Raises ConfigError as above."""
+        file, content = self.run / name, RunFiles(self.run).read_small(name)
+        values = read_values(InferenceConfig, file, self.overrides, content)
+        for key, section in values.items():
             if not isinstance(section, dict):
-                raise ConfigError(f"{self.run / CONFIG}: {name} = {str(section)[:80]!r}: expected a section")
+                raise ConfigError(f"{file}: {key} = {str(section)[:80]!r}: expected a section")
         return values
+
+    @cached_property
+    def state(self) -> TrainerState | None:
+        """The state of the run when it wrote the model; None for a final model whose step has no checkpoint."""
+        if self.checkpoint is not None:
+            return TrainerState.read(self.checkpoint)
+        latest = StoredCheckpoints(RunFiles(self.run, "checkpoints")).latest()
+        state = TrainerState.read(latest) if latest is not None else None
+        return state if state is not None and RunRecord(self.run).end in (None, state.step) else None
+
+    @cached_property
+    def config_names(self) -> list[str]:
+        """The files of the configurations that the run had until it wrote the model, the earliest first.
+
+        The last one was in force then. Where no checkpoint says which one that was, it is taken to be config.yaml.
+        """
+        files, state = RunFiles(self.run), self.state
+        count = count_configs(files) if state is None or state.configs is None else state.configs
+        *earlier, last = (f"config.{number}.yaml" for number in range(1, count + 2))
+        return [*earlier, last if files.kind(last) else CONFIG]
 
     @property
     def config(self) -> InferenceConfig:
@@ -59,8 +84,12 @@ class StoredModel:
 
     @property
     def _sections(self) -> dict[str, Any]:
+        return self._select(self.values)
+
+    @staticmethod
+    def _select(values: Mapping[str, Any]) -> dict[str, Any]:
         sections = {field.name for field in fields(InferenceConfig)}
-        return {name: value for name, value in self.values.items() if name in sections}
+        return {name: value for name, value in values.items() if name in sections}
 
     def remarks(self) -> list[str]:
         """Remarks on the files of the model that have moved or changed since the run began."""
@@ -73,8 +102,10 @@ class StoredModel:
 
     @property
     def stops(self) -> tuple[int | str, ...]:
-        """The tokens and texts of ``sampling.stop_token_ids``, as the run has them. Raises ConfigError."""
-        return build_config(InferenceConfig, self._sections).sampling.stop_token_ids
+        """The tokens and texts of ``sampling.stop_token_ids``, as the run had them when it wrote the model. Raises
+        ConfigError."""
+        values = self._select(self.read_values(self.config_names[-1]))
+        return build_config(InferenceConfig, values).sampling.stop_token_ids
 
     @property
     def adapted(self) -> bool:

@@ -7,25 +7,26 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
 from podium.config import parse_overrides
-from podium.errors import CheckpointError, ConfigError
+from podium.errors import CheckpointError, ConfigError, DataError
 from podium.models.config import ModelConfig
 from podium.runs.checkpoint_folders import StoredCheckpoints, TrainerState, files_of
 from podium.runs.config import InferenceConfig
 from podium.runs.evaluation import Evaluation, gain
 from podium.runs.files import check_path
-from podium.runs.named_files import as_given
+from podium.runs.named_files import as_given, read_objects
 from podium.runs.recipes import find_recipe, recipe_of
 from podium.runs.run_files import RunFiles
 from podium.runs.run_reader import RunRecord, flatten, name_data
 from podium.runs.stored_models import StoredModel
 from podium.secrecy import mask
 from podium.spelling import write_count
+from podium.telemetry.formatting import visible
 from podium.telemetry.held_out import Metric
 
 __all__ = ["export_model", "open_model"]
@@ -202,14 +203,13 @@ def _write_ends(files: RunFiles, folder: str, stops: Sequence[int | str] = ()) -
 
 def _card(found: StoredModel, *, adapters: bool) -> str:
     """Return the text of the model card, from the run's own figures."""
-    objects = {key: text for key, text in RunRecord(found.run).of_script.items() if key.startswith("script.")}
-    settings = dict(flatten(mask(as_given(found.values, found.run)))) | objects
-    settings["data.train"] = name_data(settings)
-    base = settings.get("model.path", "")
+    values, settings = found.read_values(found.config_names[-1]), _read_settings(found, found.config_names[-1])
+    origins = values if found.adapted else found.read_values(found.config_names[0])  # a resume has the weights already
+    base = dict(flatten(mask(as_given(origins, found.run)))).get("model.path", "")
     judge, first, last, step = _figures(found)
-    kind = find_recipe(recipe_of(found.values)).pipeline
+    kind = find_recipe(recipe_of(values)).pipeline
     head = [f"library_name: {'peft' if adapters else 'transformers'}", f"pipeline_tag: {kind}"]
-    stored = Path(found.values.get("model", {}).get("path", "")).expanduser()
+    stored = Path(origins.get("model", {}).get("path", "")).expanduser()
     if base and not stored.is_absolute() and not stored.exists():  # the hub knows no directories
         head.append(f"base_model: {json.dumps(base)}")
     origin = f"`{base}`" if base else "random weights"
@@ -220,13 +220,52 @@ def _card(found: StoredModel, *, adapters: bool) -> str:
     if last is not None:
         lines += ["", *_results(judge, first, last)]
     lines += ["", "| setting | value |", "|---|---|"]
-    for path in ("data.train", *_TOLD, *objects):
-        if (value := settings.get(path)) not in (None, "", []):
-            lines.append(f"| `{path}` | `{_escape(value)}` |")
+    lines += [f"| `{key}` | `{_escape(value)}` |" for key, value in settings.items()]
+    lines += _list_changes(found, settings)
     if texts := [stop for stop in found.stops if isinstance(stop, str)]:
         listing = ", ".join(f"`{json.dumps(text, ensure_ascii=False)}`" for text in texts)
         lines += ["", f"Completions of the run ended with these texts, too: {listing}. {_HOW_TO_STOP}"]
     return "\n".join(lines) + "\n"
+
+
+def _read_settings(found: StoredModel, name: str) -> dict[str, Any]:
+    """Return what the card tells of the settings in the file ``name`` of the run, by their keys."""
+    values = found.read_values(name)
+    texts = read_objects(RunFiles(found.run).read_small(name).decode(errors="replace"))
+    objects = {f"script.{role}": visible(text) for role, text in texts.items()}
+    settings = dict(flatten(mask(as_given(values, found.run)))) | objects
+    settings["data.train"] = name_data(settings)
+    keys = ("data.train", *_TOLD, *objects)
+    return {key: settings[key] for key in keys if settings.get(key) not in (None, "", [])}
+
+
+def _list_changes(found: StoredModel, settings: Mapping[str, Any]) -> Iterator[str]:
+    """Yield lines of the card on the settings that the run had before a resume, if they are other than ``settings``."""
+    if found.state is not None and found.state.configs is None and len(found.config_names) > 1:
+        what = "The checkpoint does not say which of the run's settings were in force: the table has the latest ones."
+        yield from ("", what)
+        return
+    steps: dict[int | None, int] = {}  # the last one that is known of each configuration
+    for checkpoint in StoredCheckpoints(RunFiles(found.run, "checkpoints")).all():
+        with suppress(CheckpointError):
+            state = TrainerState.read(checkpoint)
+            steps[state.configs] = state.step
+    lines: list[str] = []
+    for number, name in enumerate(found.config_names[:-1]):
+        when = f"Still at step {steps[number]}" if number in steps else "At steps of which no checkpoint is left"
+        try:
+            before = _read_settings(found, name)
+        except (OSError, DataError, ConfigError):
+            lines.append(f"- {when}: not known, because {name} of the run is missing or cannot be read")
+            continue
+        others = {key: before.get(key) for key in {**settings, **before} if before.get(key) != settings.get(key)}
+        texts = [
+            f"`{key}` not set" if value is None else f"`{key}` = `{_escape(value)}`" for key, value in others.items()
+        ]
+        lines += [f"- {when} ({name}): {', '.join(texts)}"] if texts else []
+    if lines:
+        what = "The run was resumed with other settings before it wrote this model. Earlier it had:"
+        yield from ("", what, "", *lines)
 
 
 def _escape(value: object) -> str:
