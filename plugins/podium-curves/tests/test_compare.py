@@ -171,3 +171,82 @@ def test_a_value_that_is_not_finite_is_the_last_one_and_is_counted(
         _spoil(run, metric, text, 1)
     assert main(command) == 2
     assert f"--metric {metric}: no value of these runs is finite" in capsys.readouterr().err
+
+
+def _make_seeds(folder: Path, **contents: str) -> list[Path]:
+    """Three runs with other seeds that name files, the last one of which had the contents ``contents``."""
+    runs: list[Path] = []
+    for seed, name in enumerate("abc"):
+        run = make_run(folder / name, seed=seed)
+        values = yaml.safe_load((run / "config.yaml").read_text())
+        values["data"] = {"train": {"/x/t.jsonl": 2, "/x/u.jsonl": 1}, "eval": {"hard": "/x/e.jsonl"}}
+        values |= {"reward": {"name": ["/x/r.py:grade"]}, "environment": {"name": "/x/w.py:World"}}
+        values |= {"algorithm": {"advantage": "/x/a.py:estimate"}, "engine": {"options": {"run": "/x/run"}}}
+        values["data"]["chat_template"] = "/x/c.jinja"
+        (run / "config.yaml").write_text(yaml.safe_dump(values))
+        files = ("t.jsonl", "u.jsonl", "e.jsonl", "r.py", "w.py", "a.py", "c.jinja", "run")
+        places = {
+            f"/x/{file}": {"given": file, "from_run": "", "nbytes": 7, "sha256": "0" * 64}
+            | {"sha256": contents.get(file.partition(".")[0], "0" * 64) if seed == 2 else "0" * 64}
+            for file in files
+        }
+        (run / "places.json").write_text(json.dumps(places))
+        runs.append(run)
+    return runs
+
+
+@pytest.mark.parametrize(
+    ("file", "name", "measures"),
+    [
+        ("e", "the content of e.jsonl (data.eval.hard)", True),
+        ("r", "the content of r.py (reward.name)", True),
+        ("w", "the content of w.py (environment.name)", True),
+        ("c", "the content of c.jinja (data.chat_template)", True),
+        ("u", "the content of u.jsonl (data.train)", False),
+        ("a", "the content of a.py (algorithm.advantage)", False),
+    ],
+)
+def test_runs_whose_files_had_other_contents_are_no_seeds(
+    file: str, name: str, measures: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A file of the same name that was edited between two runs is another setting."""
+    pytest.importorskip("matplotlib")
+    runs = _make_seeds(tmp_path, **{file: "f" * 64})
+    with (runs[2] / "metrics.jsonl").open("a") as metrics:
+        metrics.write(json.dumps({"kind": "step", "step": 4, "time": 99.5, "loss": 0.0, "reward/mean": 0.5}) + "\n")
+    assert main(["runs", "compare", *map(str, runs), "--out", str(tmp_path / "x.png")]) == 0
+    out, err = capsys.readouterr()
+    assert f"a, b, c: these runs are no seeds of one another where they differ in {name}\n" in err
+    assert "seeds)" not in err, "the third has a line of its own, with its last step"
+    (line,) = [line for line in out.splitlines() if line.startswith("the content of")]
+    assert line.removeprefix(name).split() == ["0" * 12, "0" * 12, "f" * 12]
+    sentence = f"these runs may not have measured the same, as they differ in {name}\n"
+    assert (sentence in err) == measures
+    assert main(["runs", str(tmp_path), "--best"]) == 0
+    assert (sentence in capsys.readouterr().err) == measures
+
+
+@pytest.mark.parametrize("content", [None, "[", '{"/x/e.jsonl": 3}'])
+def test_contents_that_are_not_known_do_not_part_runs(
+    content: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a run there may be no places.json, or a damaged one; and the directory of a replayed run changes."""
+    pytest.importorskip("matplotlib")
+    runs = _make_seeds(tmp_path, run="f" * 64)
+    if content is not None:
+        for run in runs:
+            (run / "places.json").write_text(content)
+    assert main(["runs", "compare", *map(str, runs), "--out", str(tmp_path / "x.png")]) == 0
+    out, err = capsys.readouterr()
+    assert "the content of" not in out + err
+
+
+def test_a_large_file_is_compared_by_its_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    runs = _make_seeds(tmp_path)
+    for nbytes, run in enumerate(runs, 100_000_000):
+        places = json.loads((run / "places.json").read_text())
+        places["/x/t.jsonl"] |= {"nbytes": nbytes, "sha256": None}
+        (run / "places.json").write_text(json.dumps(places))
+    assert main(["runs", "compare", *map(str, runs), "--out", str(tmp_path / "x.png")]) == 0
+    assert "the content of t.jsonl (data.train)  100,000,000 bytes  100,000,001 bytes  " in capsys.readouterr().out

@@ -33,7 +33,9 @@ _MOST_RUNS: Final = 8  # that are followed from one model to the one before
 _FILE: Final = "tokenizer.json"
 
 
-def select_measures(settings: Mapping[str, Any], metric: Metric | None = None) -> dict[str, str]:
+def select_measures(
+    settings: Mapping[str, Any], metric: Metric | None = None, contents: Mapping[tuple[str, str], str] | None = None
+) -> dict[str, str]:
     """Return what the settings of a run say about the measuring of a held-out figure, by sections and keys.
 
     Every key of the section ``data`` counts that does not concern training alone, and the tokenizer does where the
@@ -42,6 +44,7 @@ def select_measures(settings: Mapping[str, Any], metric: Metric | None = None) -
     Args:
         settings: Values by the dotted names of their keys.
         metric: The figure; None stands for all that a run has.
+        contents: What the files hold that the settings name, as :attr:`.RunRecord.contents`. Those count whose keys do.
     """
     trained, evaluated = [*_list_trained(settings)], [*_list_evaluated(settings)]
     takes_part = not evaluated or any(source in trained and is_generated(source) for source in evaluated)
@@ -64,9 +67,19 @@ def select_measures(settings: Mapping[str, Any], metric: Metric | None = None) -
         elif field.name == "options":
             values = _choose_options(values, {*trained, *evaluated}, {*(trained if takes_part else []), *evaluated})
         measures[key] = _write(values)
+    measures |= _choose_contents(contents or {}, [*measures])
     if metric is None or metric.counts_tokens:
         measures[TOKENIZER] = find_tokenizer(settings)
     return measures
+
+
+def name_content(key: str, path: str) -> str:
+    """Name what a file holds, as a thing in which runs differ.
+
+    >>> name_content("data.eval", "hard.jsonl")
+    'the content of hard.jsonl (data.eval)'
+    """
+    return f"the content of {path} ({key})"
 
 
 def list_differing(runs: list[dict[str, str]]) -> list[str]:
@@ -141,6 +154,15 @@ def _list_texts(value: object) -> list[str]:
     if isinstance(value, str):
         return [value] if value else []
     return [str(text) for text in cast("list[Any]", value)] if isinstance(value, list | tuple) else []
+
+
+def _choose_contents(contents: Mapping[tuple[str, str], str], names: list[str]) -> dict[str, str]:
+    """The contents of the files that are named by one of the sections and keys ``names``, by what they are called."""
+    return {
+        name_content(key, path): content
+        for (key, path), content in contents.items()
+        if any(f"{key}.".startswith(f"{name}.") for name in names)
+    }
 
 
 def _choose_options(values: dict[str, Any], sources: set[str], measuring: set[str]) -> dict[str, Any]:

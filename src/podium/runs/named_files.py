@@ -40,9 +40,10 @@ Keys = tuple[str | int, ...]
 PLACES: Final = "places.json"
 _HEAD: Final = f"# Paths are absolute. If the run is moved, {PLACES} says where they are from its directory.\n"
 _OBJECT: Final = "# The script also passed "
+_OF_RUN: Final = ("engine", "options", "run")
 _FILES: Final = (
     *(("model", "path"), ("model", "tokenizer"), ("critic", "path"), ("reward", "path")),
-    *(("data", "chat_template"), ("algorithm", "options", "teacher"), ("engine", "options", "run")),
+    *(("data", "chat_template"), ("algorithm", "options", "teacher"), _OF_RUN),
 )
 _FUNCTIONS: Final = (
     *(("environment", "name"), ("reward", "name")),
@@ -190,6 +191,22 @@ def as_given(values: Mapping[str, Any], run: Path) -> dict[str, Any]:
         if path in places:
             _put(shown, keys, places[path].given + function)
     return shown
+
+
+def list_contents(values: Mapping[str, Any], run: Path) -> dict[tuple[str, str], str]:
+    """Return what the files hold that the nested values of a run's ``config.yaml`` name: their checksums, or of large
+    ones their sizes, by the dotted key and by the path as the user wrote it.
+
+    A file has the key of its list or mapping of files. The directory of another run is left out, because it changes
+    with what is done with that run.
+    """
+    places, contents = _read(run), dict[tuple[str, str], str]()
+    for keys, path, _ in _paths(values):
+        if keys == _OF_RUN or (entry := places.get(path)) is None or entry.nbytes is None:
+            continue
+        key = ".".join(key for key in keys if isinstance(key, str))
+        contents[key, entry.given] = entry.sha256 or f"{entry.nbytes:,} bytes"
+    return contents
 
 
 def align_values(given: Mapping[str, Any], own: Mapping[str, Any], run: Path) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from podium.functions import OF_SCRIPT
 from podium.rollout.tasks.config import show_sources
 from podium.runs.files import LOCK, step_of
 from podium.runs.ledger import States, read_ledger
-from podium.runs.named_files import PLACES, as_given, read_objects
+from podium.runs.named_files import PLACES, as_given, list_contents, read_objects
 from podium.runs.run_files import RunFiles
 from podium.runs.run_json import Amount, Count, Number, read_json, read_lines
 from podium.secrecy import mask
@@ -124,6 +124,16 @@ class RunRecord:
             objects = read_objects(text.decode(errors="replace"))
             shown = dict(islice(settings, _MOST_SETTINGS)) | {f"script.{role}": name for role, name in objects.items()}
             return {visible(key): visible(value) if isinstance(value, str) else value for key, value in shown.items()}
+        return {}
+
+    @cached_property
+    def contents(self) -> dict[tuple[str, str], str]:
+        """What the files hold that config.yaml names, as :func:`.list_contents` returns it; empty where that is not
+        known. What is wrong with the files, :attr:`settings` says."""
+        with suppress(OSError, DataError, ConfigError):
+            values = read_values(object, self.path / CONFIG, content=self.files.read_small(CONFIG))
+            contents = list_contents(values, self.path)
+            return {(visible(key), visible(path)): content for (key, path), content in contents.items()}
         return {}
 
     @property

@@ -68,6 +68,28 @@ def test_runs_that_compare_are_not_said_to_differ(first: dict[str, Any], second:
     assert compare(first, second) == []
 
 
+@pytest.mark.parametrize(
+    ("key", "figure", "data", "counts"),
+    [
+        ("reward.name", REWARD, {}, True),
+        ("reward.path", ACCURACY, {}, True),
+        ("reward.name", LOSS, {}, False),
+        ("data.eval.hard", LOSS, {}, True),
+        ("data.chat_template", LOSS, {}, True),
+        ("data.train", LOSS, {}, False),
+        ("data.train", LOSS, {"eval": ""}, True),
+        ("model.path", REWARD, {}, False),
+    ],
+)
+def test_the_contents_of_files_that_measure_are_compared(
+    key: str, figure: str, data: dict[str, str], counts: bool
+) -> None:
+    settings = dict(flatten({**USUAL, "data": {**USUAL["data"], **data}, "algorithm": {"loss": "dpo"}}))
+    runs = [select_measures(settings, Metric(figure), {(key, "file"): content}) for content in "ab"]
+    assert list_differing(runs) == [f"the content of file ({key})"] * counts
+    assert list_differing([runs[0], select_measures(settings, Metric(figure))]) == [], "it is not known"
+
+
 def test_null_is_another_value_than_the_default() -> None:
     assert compare({"data": {"prompt_column": None}}, {}) == ["data.prompt_column"]
 

@@ -30,7 +30,14 @@ def run_compare(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     from podium.telemetry import metrics
     from podium.telemetry.formatting import visible
-    from podium_curves.comparison import RunCurve, describe_omissions, differing, group_curves, plot_curves
+    from podium_curves.comparison import (
+        RunCurve,
+        describe_omissions,
+        differing,
+        explain_groups,
+        group_curves,
+        plot_curves,
+    )
     from podium_view.runs import describe_held_out, explain_unlike, find_runs, name_runs, write_table
 
     named_runs = [run for path in options.paths for run in find_runs(Path(path))]
@@ -53,7 +60,7 @@ def run_compare(arguments: Sequence[str]) -> int:
     curves = [RunCurve.of(run, name, metric) for run, name in zip(runs, names, strict=True)]
     groups = group_curves(curves)
     sys.stdout.flush()
-    for remark in (*explain_unlike(runs), *describe_omissions(groups, metric)):
+    for remark in (*explain_unlike(runs), *explain_groups(curves), *describe_omissions(groups, metric)):
         sys.stderr.write(f"{remark}\n")
     sys.stdout.write(f"{metric}: {plot_curves(groups, metric, Path(options.out))}\n")
     return 0

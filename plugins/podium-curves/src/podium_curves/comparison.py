@@ -5,19 +5,22 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from io import BytesIO
+from itertools import starmap
 from pathlib import Path
 from typing import Any, Final
 
 from podium.errors import ConfigError
+from podium.runs.measures import name_content
 from podium.runs.run_files import RunFiles
 from podium.runs.run_reader import UNCOMPARED, RunRecord, value_of
 from podium.spelling import write_count
 from podium_curves.drawing import smooth
 
-__all__ = ["RunCurve", "describe_omissions", "differing", "group_curves", "plot_curves"]
+__all__ = ["RunCurve", "describe_omissions", "differing", "explain_groups", "group_curves", "plot_curves"]
 
+_SHOWN_DIGITS: Final = 12
 _SEEDS: Final = frozenset({"run.seed", "model.seed"})
 _COLORS: Final = ("#2563a8", "#d9730d", "#2f9e63", "#a03a9b", "#c0392b", "#6b7280")
 
@@ -25,12 +28,13 @@ _COLORS: Final = ("#2563a8", "#d9730d", "#2f9e63", "#a03a9b", "#c0392b", "#6b728
 @dataclass(frozen=True)
 class RunCurve:
     """A metric of the run called ``name``, by step: the ``values`` that are finite, and the steps of those that are
-    not."""
+    not. ``contents`` is what the files hold that its settings name, as :attr:`.RunRecord.contents`."""
 
     name: str
     settings: Mapping[str, Any]
     values: Mapping[int, float]
     nonfinite_steps: Sequence[int] = ()
+    contents: Mapping[tuple[str, str], str] = field(default_factory=dict[tuple[str, str], str])
 
     @classmethod
     def of(cls, run: RunRecord, name: str, metric: str) -> RunCurve:
@@ -41,26 +45,57 @@ class RunCurve:
                 by_kind.setdefault(row["kind"], {})[row["step"]] = value
         values = by_kind.get("step") or by_kind.get("eval", {})
         finite = {step: value for step, value in values.items() if math.isfinite(value)}
-        return cls(name, run.settings, finite, [step for step in values if step not in finite])
+        return cls(name, run.settings, finite, [step for step in values if step not in finite], run.contents)
 
 
 def differing(runs: Sequence[RunRecord]) -> dict[str, list[Any]]:
-    """Return the keys in which runs differ, without their names and directories. Each key has the values of all
-    runs."""
+    """Return the keys in which runs differ, without their names and directories, and the files of which they had other
+    contents. Each has the values of all runs, and of a content the beginning of its checksum."""
     keys = dict.fromkeys(key for run in runs for key in run.settings if key not in UNCOMPARED)
     values = {key: [run.settings.get(key) for run in runs] for key in keys}
-    return {key: entries for key, entries in values.items() if any(value != entries[0] for value in entries)}
+    others = {key: entries for key, entries in values.items() if any(value != entries[0] for value in entries)}
+    for file in _find_changed([run.contents for run in runs]):
+        others[name_content(*file)] = [_show_content(run.contents.get(file, "-")) for run in runs]
+    return others
+
+
+def _show_content(content: str) -> str:
+    return content if content.endswith("bytes") else content[:_SHOWN_DIGITS]
 
 
 def group_curves(curves: Sequence[RunCurve]) -> list[list[RunCurve]]:
-    """Return the curves in groups. The runs of a group differ only in their seeds. A run whose settings are not known
-    is alone."""
+    """Return the curves in groups. The runs of a group differ only in their seeds, and the files that they name had the
+    same contents. A run whose settings are not known is alone."""
+    groups: dict[tuple[str, ...], list[RunCurve]] = {}
+    for alike in _group_by_settings(curves):
+        changed = _find_changed([curve.contents for curve in alike])
+        for curve in alike:
+            key = (alike[0].name, *(curve.contents.get(file, "") for file in changed))
+            groups.setdefault(key, []).append(curve)
+    return list(groups.values())
+
+
+def explain_groups(curves: Sequence[RunCurve]) -> Iterator[str]:
+    """Yield a sentence for runs that are in several groups although their settings differ only in seeds."""
+    for alike in _group_by_settings(curves):
+        if changed := _find_changed([curve.contents for curve in alike]):
+            names, files = ", ".join(curve.name for curve in alike), ", ".join(starmap(name_content, changed))
+            yield f"{names}: these runs are no seeds of one another where they differ in {files}"
+
+
+def _group_by_settings(curves: Sequence[RunCurve]) -> list[list[RunCurve]]:
     groups: dict[str, list[RunCurve]] = {}
     for curve in curves:
         settings = {key: value for key, value in curve.settings.items() if key not in UNCOMPARED | _SEEDS}
         key = json.dumps(settings, sort_keys=True, default=str) if settings else curve.name
         groups.setdefault(key, []).append(curve)
     return list(groups.values())
+
+
+def _find_changed(contents: Sequence[Mapping[tuple[str, str], str]]) -> list[tuple[str, str]]:
+    """The files of which runs had different contents, among those that know what they had."""
+    files = dict.fromkeys(file for run in contents for file in run)
+    return [file for file in files if len({run[file] for run in contents if file in run}) > 1]
 
 
 def describe_omissions(groups: Sequence[Sequence[RunCurve]], metric: str) -> Iterator[str]:

@@ -110,13 +110,14 @@ def describe_held_out(run: RunRecord) -> str:
 
 def explain_unlike(runs: Sequence[RunRecord]) -> Iterator[str]:
     """Yield a sentence for each metric by which some of the runs are judged, and which they have measured on other data
-    or in another way, as far as their settings say so."""
+    or in another way, as far as their settings and the files that these name say so."""
     from podium.runs.measures import list_differing, select_measures
 
     by_title: dict[str, list[dict[str, str]]] = {}
     for run in runs:
         if run.judged is not None and run.settings:
-            measures = select_measures(run.settings, run.judged[0]) | {"the set that judges them": run.judging_set}
+            measures = select_measures(run.settings, run.judged[0], run.contents)
+            measures["the set that judges them"] = run.judging_set
             by_title.setdefault(run.judged[0].title, []).append(measures)
     for title, measures_of_runs in by_title.items():
         if differing := list_differing(measures_of_runs):
