@@ -160,7 +160,9 @@ def _scored(
         )
         for place in range(prompts)
     ]
-    scored = ScoredBatch(step=step, batch=batch, prompts=examples, tokenizer=tokenizer, grades=grades)
+    scored = ScoredBatch(
+        step=step, steps_before=step - 1, batch=batch, prompts=examples, tokenizer=tokenizer, grades=grades
+    )
     return scored, Batch({fields.ADVANTAGES: whole.like(advantage_N), fields.OLD_LOGPROBS: whole.like(old_N)})
 
 

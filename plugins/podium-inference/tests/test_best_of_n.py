@@ -36,7 +36,9 @@ def scored(scores: list[float], reasons: list[str], texts: list[str], correct_at
         "text": text_column(texts),
     }
     prompts = [Prompt(ids, example, tokenizer.decode) for example in examples[: len(texts) // 2]]
-    return ScoredBatch(step=0, batch=Batch(columns), prompts=prompts, tokenizer=tokenizer, grades=grades)
+    return ScoredBatch(
+        step=0, steps_before=0, batch=Batch(columns), prompts=prompts, tokenizer=tokenizer, grades=grades
+    )
 
 
 def config_of(**reward: Any) -> InferenceConfig:

@@ -108,6 +108,16 @@ class StoredModel:
         return build_config(InferenceConfig, values).sampling.stop_token_ids
 
     @property
+    def step(self) -> int:
+        """The number of steps that the model has finished. Raises CheckpointError if its checkpoint is damaged."""
+        if self.checkpoint is not None:
+            return TrainerState.read(self.checkpoint).step
+        if (end := RunRecord(self.run).end) is not None:
+            return end
+        latest = StoredCheckpoints(RunFiles(self.run, "checkpoints")).latest()
+        return 0 if latest is None else TrainerState.read(latest).step
+
+    @property
     def adapted(self) -> bool:
         """Whether adapters were trained."""
         return bool(self.values.get("model", {}).get("lora"))

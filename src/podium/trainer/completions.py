@@ -51,6 +51,7 @@ class ScoredBatch:
 
     Attributes:
         step: The training step of these completions.
+        steps_before: The number of steps that the model which drew them has finished, for a reward that asks for it.
         batch: The generator's columns for B rows. ``group`` and ``version_range`` are fetched, and ``rewards`` once
             graded; the other tensors are references.
         prompts: The step's prompts. Row i answers prompt ``group[i]``.
@@ -59,10 +60,10 @@ class ScoredBatch:
         figures: Metrics of the step that are known from its rollout.
         left_out: Rows that every reward function left out by returning None. They are not trained.
         max_new_tokens: The most tokens that a completion may have, for a reward that asks for it.
-        steps_before: The number of finished steps, for a reward that asks for it; by default those before ``step``.
     """
 
     step: int
+    steps_before: int
     batch: Batch
     prompts: Sequence[Prompt]
     tokenizer: PreTrainedTokenizerBase
@@ -70,7 +71,6 @@ class ScoredBatch:
     figures: Mapping[str, float] = field(default_factory=dict)
     left_out: ScoredBatch | None = None
     max_new_tokens: int | None = None
-    steps_before: int | None = None
 
     def graded(
         self,
@@ -165,7 +165,7 @@ class ScoredBatch:
                 extra["stop_text"] = text
         for extra in extras:
             if "trainer_state" in asked:
-                extra["trainer_state"] = self.step - 1 if self.steps_before is None else self.steps_before
+                extra["trainer_state"] = self.steps_before
             if "max_new_tokens" in asked and self.max_new_tokens is not None:
                 extra["max_new_tokens"] = self.max_new_tokens
         return extras

@@ -48,14 +48,14 @@ def score_held_out(
     grader: Grader,
     tokenizer: PreTrainedTokenizerBase,
     sampling: SamplingParams,
-    step: int = 0,
+    step: int,
     reward_model: Handle[RewardModel] | None = None,
     keep: RunFiles | None = None,
     sessions: Sessions | None = None,
     set_name: str = "",
     known: bool | None = None,
 ) -> Evaluation:
-    """Score completions of each of ``prompts`` with the generator's current weights.
+    """Score completions of each of ``prompts`` with the generator's current weights, those after ``step``.
 
     Completions are drawn as ``config.eval.sampling`` says, with the same seeds every time. Some are kept for the
     report, and all of them in a Parquet file in the folder ``keep``. With ``sessions`` each prompt is the task of an
@@ -64,7 +64,7 @@ def score_held_out(
     where it is not known.
 
     Raises:
-        NoRowsError: All sessions of an evaluation before the first step failed.
+        NoRowsError: All sessions failed, and no run goes on: before its first step, or without ``keep``.
     """
     sampling = config.eval.sampling.apply(sampling)
     seeds = completion_seeds(config.run.seed, None, len(prompts), sampling.n)
@@ -72,14 +72,14 @@ def score_held_out(
     reads_answers = False
     most = sampling.max_new_tokens
     ungraded = partial(
-        ScoredBatch, step=step, prompts=prompts, tokenizer=tokenizer, max_new_tokens=most, steps_before=step
+        ScoredBatch, step=step, steps_before=step, prompts=prompts, tokenizer=tokenizer, max_new_tokens=most
     )
     scored: ScoredBatch | None = None
     if sessions is not None:
         try:
             batch = sessions.live(prompts, seeds, sampling, step, training=False)
         except NoRowsError as error:
-            if not step:  # if the first evaluation fails, no later one will work
+            if not step or keep is None:  # if the first one of a run fails, no later one will work
                 raise
             emit(Note(f"{error}\nAll items of this evaluation count as not correct, and the run continues"))
         else:
@@ -157,7 +157,7 @@ def score_answers(
     policy: Handle[Policy],
     pairs: EncodedPairs,
     tokenizer: PreTrainedTokenizerBase,
-    step: int = 0,
+    step: int,
     keep: RunFiles | None = None,
     set_name: str = "",
 ) -> Evaluation:

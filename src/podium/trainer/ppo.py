@@ -368,8 +368,10 @@ class PPOTrainer(Trainer[PPOConfig, Prompt, ScoredBatch]):
         if fields.VERSION_RANGE not in batch and fields.VERSIONS in batch:
             batch = batch.with_columns({fields.VERSION_RANGE: version_range(batch)})
         rows = [name for name in (fields.GROUP, fields.VERSION_RANGE) if name in batch]
-        batch, data, most = batch.fetch(*rows), self.run.data, self.run.data.sampling.max_new_tokens
-        return ScoredBatch(step=step, batch=batch, prompts=prompts, tokenizer=data.tokenizer, max_new_tokens=most)
+        batch, data, cap = batch.fetch(*rows), self.run.data, self.run.data.sampling.max_new_tokens
+        return ScoredBatch(
+            step=step, steps_before=step - 1, batch=batch, prompts=prompts, tokenizer=data.tokenizer, max_new_tokens=cap
+        )
 
     @contextmanager
     def _keep_if_not_graded(self, drawn: Sequence[Batch], prompts: Sequence[Prompt], step: int) -> Iterator[None]:

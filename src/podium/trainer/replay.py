@@ -131,7 +131,7 @@ class Replay:
         if (text_ids := find_text_ids(self._config.model, self._tokenizer)) is not None:
             batch = batch.with_meta(text_ids=text_ids)
         batch = batch.with_columns({fields.VERSION_RANGE: version_range(batch)})
-        scored = ScoredBatch(step=step, batch=batch, prompts=prompts, tokenizer=self._tokenizer)
+        scored = ScoredBatch(step=step, steps_before=step - 1, batch=batch, prompts=prompts, tokenizer=self._tokenizer)
         grades = [_read_grade(table, row) for row in range(len(rows))]
         rewards_B: Tensor = torch.tensor([grade.score for grade in grades], dtype=torch.float32)
         return scored.with_grades(grades, rewards_B)

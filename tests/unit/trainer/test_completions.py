@@ -53,7 +53,14 @@ PROMPTS = [
 
 def scored(grades: list[Grade] | None, batch: Batch | None = None, step: int = 1) -> ScoredBatch:
     batch = rollouts() if batch is None else batch
-    return ScoredBatch(step=step, batch=batch, prompts=PROMPTS, tokenizer=char_tokenizer("abcdef"), grades=grades)
+    return ScoredBatch(
+        step=step,
+        steps_before=step - 1,
+        batch=batch,
+        prompts=PROMPTS,
+        tokenizer=char_tokenizer("abcdef"),
+        grades=grades,
+    )
 
 
 @pytest.mark.parametrize("most", [1, 5, 100])
@@ -319,7 +326,7 @@ def test_what_is_not_known_of_tokens_has_no_column(tmp_path: Path) -> None:
 
 def test_text_without_utf_8_is_written_nevertheless(tmp_path: Path) -> None:
     odd = [replace(PROMPTS[0], decode=lambda ids: "p\ud800"), PROMPTS[1]]
-    batch = ScoredBatch(step=1, batch=rollouts(), prompts=odd, tokenizer=char_tokenizer("abcdef"))
+    batch = ScoredBatch(step=1, steps_before=0, batch=rollouts(), prompts=odd, tokenizer=char_tokenizer("abcdef"))
     with CompletionsLog(RunFiles(tmp_path)) as log:
         log.write(batch, None)
     assert pq.read_table(tmp_path / "step-000001.parquet")["prompt"].to_pylist() == ["p?", "p?", "q", "q"]

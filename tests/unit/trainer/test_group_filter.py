@@ -39,7 +39,9 @@ def scored(rewards: dict[int, list[float]], correct: dict[int, list[bool | None]
     }  # fmt: skip
     prompts = [Prompt(torch.tensor([0]), Example(str(group), None, {}), str) for group in range(max(groups) + 1)]
     grades = [Grade(score, correct=verdict) for score, verdict in zip(scores, verdicts, strict=True)]
-    return ScoredBatch(step=1, batch=Batch(columns), prompts=prompts, tokenizer=char_tokenizer("ab"), grades=grades)
+    return ScoredBatch(
+        step=1, steps_before=0, batch=Batch(columns), prompts=prompts, tokenizer=char_tokenizer("ab"), grades=grades
+    )
 
 
 def test_groups_are_flat_by_reward_or_by_verdict() -> None:

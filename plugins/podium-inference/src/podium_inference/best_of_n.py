@@ -43,7 +43,7 @@ class BestOfN:
 
 
 def draw_best(
-    config: InferenceConfig, cluster: Cluster, count: BestOfN, reward: Rewards | None = None
+    config: InferenceConfig, cluster: Cluster, count: BestOfN, reward: Rewards | None = None, *, step: int = 0
 ) -> Iterator[dict[str, Any]]:
     """Draw ``sampling.n`` completions of each training prompt, and yield a row with the best of each.
 
@@ -51,7 +51,8 @@ def draw_best(
     it as it is. An answer that a text of ``sampling.stop_token_ids`` ended has this text at its end, as it was drawn,
     so that a model that learns from the row writes it, too. Completions that were cut off are no answers. With
     ``reward.correct_at`` only prompts with a correct completion have a row (rejection sampling). ``count`` counts
-    meanwhile.
+    meanwhile. ``step`` is the number of steps that the model has finished, which a reward reads as
+    ``trainer_state.global_step``.
 
     Raises:
         ConfigError: The model, the data or the reward cannot be loaded, ``sampling.n`` is 1, or there is an
@@ -83,7 +84,9 @@ def draw_best(
             seeds = completion_seeds(config.run.seed, number, len(group), sampling.n)
             batch = roles.generator.generate(prompt_batch(group, seeds), sampling).fetch(fields.GROUP)
             most = sampling.max_new_tokens
-            scored = ScoredBatch(step=number, batch=batch, prompts=group, tokenizer=tokenizer, max_new_tokens=most)
+            scored = ScoredBatch(
+                step=step, steps_before=step, batch=batch, prompts=group, tokenizer=tokenizer, max_new_tokens=most
+            )
             yield from _choose(scored.graded(grader, reward_model=roles.reward), config, count)
             progress.done += len(group)
 

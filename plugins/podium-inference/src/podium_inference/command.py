@@ -79,8 +79,19 @@ def run_eval(arguments: Sequence[str]) -> int:
         from podium_inference.evaluation import evaluate_model
 
         results.callback(_write_evaluations, config, evaluations)  # of the sets that are done, if a signal ends it
-        evaluate_model(config, cluster, evaluations=evaluations, precision=_read_precision(options.model))
+        step, precision = _read_step(options, overrides), _read_precision(options.model)
+        evaluate_model(config, cluster, step=step, evaluations=evaluations, precision=precision)
     return 0
+
+
+def _read_step(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+    """Return the number of steps that the model has finished in its run; 0 where the model is of no run, or where
+    ``model.path`` is that of another one."""
+    from podium.runs.stored_models import find_model
+
+    section = read_values(InferenceConfig, options.config, overrides).get("model", {})
+    source = find_model(str(section.get("path", options.model)))
+    return 0 if source is None else source.step
 
 
 def _read_precision(model: str) -> Precision | Mapping[str, Any]:
@@ -221,7 +232,7 @@ def _write_best(options: argparse.Namespace, overrides: Sequence[str], backend: 
         open_config(options.model, options.config, overrides, list_unread_by_best, needs=needs) as config,
         connect(backend) as cluster,
     ):
-        rows = draw_best(config, cluster, count)
+        rows = draw_best(config, cluster, count, step=_read_step(options, overrides))
         first = next(rows, None)  # what is refused leaves no file
         with path.open("x", encoding="utf-8") as file:
             for row in itertools.chain([] if first is None else [first], rows):

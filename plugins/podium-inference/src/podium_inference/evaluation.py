@@ -5,6 +5,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+from transformers import PreTrainedTokenizerBase
+
 from podium.data import completion_texts
 from podium.errors import ConfigError
 from podium.models import load_tokenizer
@@ -41,6 +43,7 @@ def evaluate_model(
     cluster: Cluster,
     reward: Rewards | None = None,
     *,
+    step: int = 0,
     evaluations: dict[str, Evaluation] | None = None,
     precision: Precision | Mapping[str, Any] = "auto",
 ) -> dict[str, Evaluation]:
@@ -51,6 +54,7 @@ def evaluate_model(
     answers nothing.
 
     Args:
+        step: The number of steps that the model has finished, which a reward reads as ``trainer_state.global_step``.
         evaluations: Each evaluation is added to this dictionary as soon as its set is done, so that the caller has what
             there is where a later one fails. It is also what is returned.
         precision: Held-out answers are scored in this data type, as ``parallel.precision`` says it of a run. The data
@@ -68,19 +72,11 @@ def evaluate_model(
         pairs = load_held_out_pairs(config, tokenizer)
         with start_scorer(cluster, config, precision) as policy:
             for name, examples in pairs.items():
-                evaluations[name] = score_answers(policy, examples, tokenizer)
+                evaluations[name] = score_answers(policy, examples, tokenizer, step)
         return evaluations
     check_reward(config.reward, reward)
     check_verdicts(config, reward)
-    sets: dict[str, list[Prompt]] = {}
-    for name, source in config.eval_sets.items():
-        data = replace(config.data, eval=source)
-        if config.environment.name:
-            package = load_sessions(config.environment.shown)
-            sets[name] = [*package.load_tasks(data, config.environment, "test", limit=config.eval.items)]
-            continue
-        sets[name] = load_held_out(data, tokenizer, config.eval.items)
-        check_answers((prompt.example for prompt in sets[name]), config.reward, reward)
+    sets = _load_sets(config, tokenizer, reward)
     check_scored(config, (prompt.example for prompts in sets.values() for prompt in prompts))
     columns = find_columns((prompt.example for prompts in sets.values() for prompt in prompts), config.reward)
     sampling = with_stop_tokens(config.sampling, config.model, tokenizer, config.data)
@@ -109,12 +105,29 @@ def evaluate_model(
                 grader,
                 tokenizer,
                 sampling,
+                step,
                 reward_model=roles.reward,
                 sessions=sessions,
                 set_name=name,
                 known=has_accuracy or None,
             )
     return evaluations
+
+
+def _load_sets(
+    config: InferenceConfig, tokenizer: PreTrainedTokenizerBase, reward: Rewards | None
+) -> dict[str, list[Prompt]]:
+    """Load the held-out prompts of each evaluation set, or the tasks of its sessions, by the name of the set."""
+    sets: dict[str, list[Prompt]] = {}
+    for name, source in config.eval_sets.items():
+        data = replace(config.data, eval=source)
+        if config.environment.name:
+            package = load_sessions(config.environment.shown)
+            sets[name] = [*package.load_tasks(data, config.environment, "test", limit=config.eval.items)]
+            continue
+        sets[name] = load_held_out(data, tokenizer, config.eval.items)
+        check_answers((prompt.example for prompt in sets[name]), config.reward, reward)
+    return sets
 
 
 @contextmanager

@@ -301,7 +301,6 @@ def _figures(found: StoredModel) -> tuple[Metric, Evaluation | None, Evaluation 
     if checkpoint is None:
         checkpoint = StoredCheckpoints(RunFiles(found.run, "checkpoints")).latest()
     state = TrainerState.read(checkpoint) if checkpoint is not None else TrainerState()
-    end = RunRecord(found.run).end if found.checkpoint is None else None
-    step = state.step if end is None else end
+    step = found.step
     first, last = (state.first, state.last) if step == state.step else (None, None)
     return state.judge, first, last, step
