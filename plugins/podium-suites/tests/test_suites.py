@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import sys
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tokenizers.processors import TemplateProcessing
 
 import podium_suites as suites
 from podium.errors import ConfigError, PodiumError
+from podium.models import char_tokenizer
+from podium.models.config import ModelConfig
+from podium.runs.config import InferenceConfig
 from podium_inference.suites import find_suite, write_table
 
 
@@ -101,3 +109,75 @@ def test_the_arguments_name_the_served_model() -> None:
     assert "openai/m" in " ".join(suites._ask_inspect(model, "x.py", "/out"))
     words = " ".join(suites._ask_lighteval(model, "x", "/out"))
     assert "base_url=http://127.0.0.1:1/v1,cache_dir=/out/cache,max_model_length=64" in words
+
+
+ECHO = """#!{python}
+import json, sys
+from pathlib import Path
+words = dict(zip(sys.argv[1:], sys.argv[2:]))
+Path({folder!r}, "arguments.json").write_text(json.dumps(sys.argv[1:]))
+Path(words["--output_path"], "results_1.json").write_text(json.dumps({{"results": {{}}}}))
+"""
+
+
+class SilentService:
+    """A service that serves nothing, and counts no requests."""
+
+    @contextlib.contextmanager
+    def served(self, *_: Any, **options: Any) -> Iterator[Any]:
+        yield SimpleNamespace(url="http://127.0.0.1:1")
+
+
+def read_settings(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, form: str, *arguments: str, bos: str | None = "<bos>"
+) -> dict[str, str]:
+    """The model_args that lm-eval gets for a model whose tokenizer writes texts in this form."""
+    tokenizer: Any = char_tokenizer("0123456789+=")
+    special = [(token, tokenizer.convert_tokens_to_ids(token)) for token in ("<bos>", "<eos>")]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=form, special_tokens=special)
+    tokenizer.bos_token = bos
+    tokenizer.save_pretrained(folder / "tokenizer")
+    program = folder / "lm_eval"
+    program.write_text(ECHO.format(python=sys.executable, folder=str(folder)))
+    program.chmod(0o755)
+    monkeypatch.setattr("podium_agents.services.load_service", lambda _: SilentService())
+    monkeypatch.setattr("podium.models.loading.position_limit", lambda _: 64)
+    monkeypatch.setattr(suites, "_count_requests", lambda *_: None)
+    config = InferenceConfig(model=ModelConfig(path=str(folder / "tokenizer")))
+    suites.LM_EVAL("copy", str(program), arguments).run(config, None, "m")
+    words = json.loads((folder / "arguments.json").read_text())
+    return dict(part.split("=", 1) for part in words[words.index("--model_args") + 1].split(","))
+
+
+@pytest.mark.parametrize(
+    ("form", "bos", "expected"),
+    [
+        ("<bos> $A", "<bos>", "True"),
+        ("$A", "<bos>", None),  # lm-eval would begin with the token that the tokenizer itself leaves out
+        ("<bos> $A <eos>", "<bos>", None),  # or end the text before the model goes on
+        ("$A <eos>", "<bos>", None),
+        ("<bos> $A", None, None),
+    ],
+)
+def test_lm_eval_begins_texts_as_the_tokenizer_does(
+    form: str, bos: str | None, expected: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By default it asks for log-probabilities of texts that begin without the token with which all others did."""
+    assert read_settings(tmp_path, monkeypatch, form, bos=bos).get("add_bos_token") == expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--apply_chat_template"], None),
+        (["--limit", "3", "--apply_chat_template=default"], None),
+        (["--apply_chat"], None),  # as argparse takes it
+        (["--limit", "3"], "True"),
+        (["--"], "True"),
+    ],
+)
+def test_a_conversation_begins_as_its_template_writes_it(
+    arguments: list[str], expected: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """lm-eval writes it as a text, whose first token of a beginning would be the second one."""
+    assert read_settings(tmp_path, monkeypatch, "<bos> $A", *arguments).get("add_bos_token") == expected

@@ -32,6 +32,7 @@ __all__ = ["INSPECT", "LIGHTEVAL", "LM_EVAL", "Harness", "HarnessTask"]
 Results = dict[str, dict[str, float]]
 """Figures by the names of tasks. The standard error of a figure NAME is NAME_stderr."""
 
+_BY_TEMPLATE: Final = "--apply_chat_template"  # of lm-eval, which takes the beginning of an argument, too
 _END_S: Final = 10.0
 _OFFLINE_COSTS: Final = "LITELLM_LOCAL_MODEL_COST_MAP"  # else litellm fetches a list of prices from GitHub
 _STDERR: Final = 2  # the descriptor: sys.stderr may have none
@@ -46,12 +47,14 @@ class Served:
         url: The address below which ``/completions`` is.
         folder: The directory of the model's tokenizer.
         positions: The longest sequence that it takes; None if nobody knows.
+        begins_texts: Whether a text is read with the token of a beginning before it, which no chat template writes.
     """
 
     name: str
     url: str
     folder: str
     positions: int | None
+    begins_texts: bool = False
 
 
 @dataclass(frozen=True)
@@ -127,9 +130,12 @@ class HarnessTask:
             service.served(config, cluster, model=name, token=token) as model,
         ):
             tokenizer, results = Path(folder, "tokenizer"), Path(folder, "results")
-            load_tokenizer(config.model.tokenizer_source).save_pretrained(tokenizer)
+            loaded = load_tokenizer(config.model.tokenizer_source)
+            loaded.save_pretrained(tokenizer)
             results.mkdir()
-            served_model = Served(name, f"{spare_proxy(model.url)}/v1", str(tokenizer), position_limit(config.model))
+            url, positions = f"{spare_proxy(model.url)}/v1", position_limit(config.model)
+            begins_texts = _begins_texts(loaded) and not _asks_conversations(self.arguments)
+            served_model = Served(name, url, str(tokenizer), positions, begins_texts)
             arguments = [*harness.arguments(served_model, self.task, str(results)), *self.arguments]
             env = {_OFFLINE_COSTS: "True", **os.environ, "OPENAI_API_KEY": token, "OPENAI_BASE_URL": served_model.url}
             status = _run([self.program, *arguments], env)
@@ -207,6 +213,21 @@ def _ending(process: subprocess.Popen[bytes]) -> Iterator[subprocess.Popen[bytes
                 process.wait()
 
 
+def _begins_texts(tokenizer: Any) -> bool:
+    """Whether the tokenizer puts the token of a beginning before a text, and nothing behind it.
+
+    lm-eval can only ask for both, and would ask the model to go on behind the end of a text.
+    """
+    ids = list(tokenizer("")["input_ids"])
+    return tokenizer.bos_token_id is not None and ids == [tokenizer.bos_token_id]
+
+
+def _asks_conversations(arguments: Sequence[str]) -> bool:
+    """Whether lm-eval is to write its requests by the chat template, which writes a token of a beginning itself."""
+    names = [argument.partition("=")[0] for argument in arguments]
+    return any(len(name) > 2 and _BY_TEMPLATE.startswith(name) for name in names)
+
+
 def _ask_lm_eval(model: Served, task: str, folder: str) -> list[str]:
     where = {
         "model": model.name,
@@ -216,6 +237,7 @@ def _ask_lm_eval(model: Served, task: str, folder: str) -> list[str]:
         "tokenizer": model.folder,
         "tokenized_requests": "True",
         **({"max_length": str(model.positions)} if model.positions else {}),
+        **({"add_bos_token": "True"} if model.begins_texts else {}),
     }
     settings = ",".join(f"{key}={value}" for key, value in where.items())
     return ["run", "--tasks", task, "--model", "local-completions", "--model_args", settings, "--output_path", folder]
