@@ -22,6 +22,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Se
 from contextlib import aclosing
 from dataclasses import asdict, replace
 from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from pydantic import BaseModel
@@ -361,7 +362,7 @@ class _Api:
         self, asked_for: CompletionRequest, asked: Sequence[Asked], head: Mapping[str, Any]
     ) -> AsyncGenerator[Mapping[str, Any]]:
         """Chunks of the texts as they come. The last one of a completion has no text but whatever else is asked for."""
-        answers: list[Sampled] = []
+        answers: dict[int, Sampled] = {}  # by their numbers: they end in another order
         has_tokens = asked_for.logprobs is not None
         async with aclosing(stream_texts(self.service, asked, tokens=has_tokens)) as pieces:
             async for index, piece in pieces:
@@ -369,12 +370,12 @@ class _Api:
                     choice: dict[str, Any] = {"index": index, "text": piece.content, "finish_reason": None}
                     choice["logprobs"] = None
                 else:
-                    answers.append(piece.sampled)
+                    answers[index] = piece.sampled
                     choice = {**self._text_choice(asked_for, index, piece.sampled), "text": ""}
                 if has_tokens and piece.sampled is not None:
                     choice["logprobs"] = self._text_logprobs(asked_for, piece.sampled, start=piece.start)
                 yield {**head, "choices": [choice]}
-        usage = self._usage(asked, answers)
+        usage = self._usage(asked, [answers[index] for index in sorted(answers)])
         if asked_for.stream_options.include_usage:
             yield {**head, "choices": [], "usage": usage}
 
@@ -474,10 +475,17 @@ class _Api:
         ]
 
     def _usage(self, asked: Sequence[Asked], drawn: Sequence[Sampled]) -> dict[str, Any]:
+        """The tokens of questions and of all their completions, in their order. A question's prompt counts once, and so
+        do those of its tokens that were in the cache: its completions share the others."""
         prompt, completion = sum(len(question.prompt) for question in asked), sum(len(answer.ids) for answer in drawn)
         self.metrics_of.tokens.update(prompt=prompt, completion=completion)
         counts = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
-        return {**counts, "prompt_tokens_details": {"cached_tokens": sum(answer.reused for answer in drawn)}}
+        rest = iter(drawn)
+        reused = [[answer.reused for answer in islice(rest, len(question.seeds))] for question in asked]
+        return {
+            **counts,
+            "prompt_tokens_details": {"cached_tokens": sum(min(numbers, default=0) for numbers in reused)},
+        }
 
 
 def _events(chunks: AsyncGenerator[Mapping[str, Any]]) -> Response:
