@@ -299,8 +299,9 @@ class Lanes:
             index = self._index(lanes)
             last_number = self._state[2, index] - 1
             ids, logprobs = self._ids[index, last_number].tolist(), self._logprobs[index, last_number].tolist()
-            for request, id, logprob in zip(self._records["request"][lanes], ids, logprobs, strict=True):
-                self._events.append(Tokens(request.id, [id], [logprob], self._version))
+            requests, reused = self._records["request"][lanes], self._records["reused"][lanes].tolist()
+            for request, id, logprob, count in zip(requests, ids, logprobs, reused, strict=True):
+                self._events.append(Tokens(request.id, [id], [logprob], self._version, count))
 
     # ---- new weights
 

@@ -69,17 +69,19 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """The next tokens of a request with ``stream``. The event ``Finished`` repeats all of them."""
+    """The next tokens of a request with ``stream``. The event ``Finished`` repeats all of them. ``reused`` is that of
+    the completion, which may be aborted before it is finished."""
 
     id: RequestId
     token_ids: list[int]
     logprobs: list[float]
     version: int
+    reused: int = 0
 
     def without_last(self, count: int) -> "Tokens":
         """Return these tokens without the last ``count``."""
         last = len(self.token_ids) - count
-        return Tokens(self.id, self.token_ids[:last], self.logprobs[:last], self.version)
+        return Tokens(self.id, self.token_ids[:last], self.logprobs[:last], self.version, self.reused)
 
 
 @dataclass(frozen=True, slots=True)

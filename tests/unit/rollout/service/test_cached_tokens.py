@@ -56,10 +56,21 @@ def test_a_prompt_that_several_completions_share_counts_once(path: str, stream: 
 @pytest.mark.parametrize("stream", [False, True])
 def test_every_prompt_of_a_request_counts_its_own(stream: bool, url: str) -> None:
     """A stream ends the completions of the prompts in another order."""
-    new, old = "another one: " * 8, QUESTION
+    new, old = "another one: ", QUESTION
     alone = read_usage(url, TEXT, body_of(TEXT, old, 1))
     again = read_usage(url, TEXT, body_of(TEXT, old, 1))
-    body = {**body_of(TEXT, "", 3), "prompt": [new, old], "max_tokens": 8}
+    body = {**body_of(TEXT, "", 3), "prompt": [new, old], "max_tokens": 40, "stop": [*"abcdefgh"]}
     prompt, cached = read_usage(url, TEXT, body, stream)
     assert alone[1] == 0 < again[1] == cached
     assert prompt == len(new) + len(old)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+@pytest.mark.parametrize("n", [1, 5])
+def test_an_answer_that_a_text_ends_tells_them_too(path: str, n: int, stream: bool, url: str) -> None:
+    """It told none, because the service ends it before the engine has finished it."""
+    body = {**body_of(path, QUESTION, n), "max_tokens": 40, "stop": [*"abcdefgh"]}
+    assert read_usage(url, path, body_of(path, QUESTION, 1))[1] == 0
+    prompt, cached = read_usage(url, path, body, stream)
+    assert prompt // 2 < cached <= prompt

@@ -513,9 +513,9 @@ class Service:
                     new = len(event.token_ids)
                     recorded = asked.params.filtered or asked.constraint is not None  # with the last event alone
                     if asked.stops and not recorded and ends_now(ids, new, asked.stops, self.decode):
-                        yield self._cut(asked, Sampled(ids, logprobs, versions, "stop"))
+                        yield self._cut(asked, Sampled(ids, logprobs, versions, "stop", reused=event.reused))
                         return
-                    yield Sampled(ids, logprobs, versions, "")
+                    yield Sampled(ids, logprobs, versions, "", reused=event.reused)
             except ConfigError as error:
                 raise Refusal(400, str(error)) from None
 
