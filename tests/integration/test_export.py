@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -217,7 +218,7 @@ def test_models_of_a_run_name_its_stop_tokens_and_the_card_its_stop_texts(tmp_pa
 def test_the_card_has_the_settings_with_which_the_model_was_written(tmp_path: Path) -> None:
     """A later resume changes config.yaml, and not what an earlier checkpoint was trained with."""
 
-    def resume(steps: int, lr: float, stops: list[int | str]) -> Path:
+    def resume(steps: int, lr: float, stops: Sequence[int | str]) -> Path:
         run: dict[str, Any] = {"steps": steps, "resume": f"{tmp_path}/runs/run" if steps > 1 else ""}
         save, sampling = {"every": 1, "keep": 9}, {"stop_token_ids": stops}
         return train(

@@ -55,7 +55,7 @@ def test_the_curve_is_read_from_the_metrics(tmp_path: Path) -> None:
         points=[point(0, 211), point(3, 306)],
         omitted=(1, 0),
     )
-    assert curve.remark == "not finite at 1 step"
+    assert curve is not None and curve.remark == "not finite at 1 step"
 
 
 def test_a_curve_counts_what_it_leaves_out() -> None:

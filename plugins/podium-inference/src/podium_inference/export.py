@@ -22,7 +22,7 @@ from podium.runs.files import check_path
 from podium.runs.named_files import as_given, read_objects
 from podium.runs.recipes import find_recipe, recipe_of
 from podium.runs.run_files import RunFiles
-from podium.runs.run_reader import RunRecord, flatten, name_data
+from podium.runs.run_reader import flatten, name_data
 from podium.runs.stored_models import StoredModel
 from podium.secrecy import mask
 from podium.spelling import write_count
