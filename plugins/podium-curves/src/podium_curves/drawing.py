@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, Final
+from typing import IO, TYPE_CHECKING, Any, Final
 
 from rich.text import Text
 
@@ -16,7 +16,10 @@ from podium.spelling import write_count
 from podium.telemetry import metrics
 from podium.telemetry.held_out import ACCURACY, Metric
 
-__all__ = ["Curve", "Point", "build_curve", "describe_curve", "draw_curve", "plot_curve", "smooth"]
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["Curve", "Point", "build_curve", "describe_curve", "draw_curve", "make_figure", "plot_curve", "smooth"]
 
 _CURVES: Final = {
     metrics.ACCURACY: "accuracy on the training prompts",
@@ -127,6 +130,11 @@ def smooth(values: Sequence[float], window: int | None = None) -> list[float]:
 
 def plot_curve(curve: Curve, path: Path | IO[bytes], title: str = "") -> None:
     """Draw the curve as a PNG of 1600 x 900 pixels at ``path``, or into an open file."""
+    make_figure(curve, title).savefig(path)
+
+
+def make_figure(curve: Curve, title: str = "") -> Figure:
+    """Return the curve as a figure of matplotlib."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator, PercentFormatter
@@ -169,7 +177,7 @@ def plot_curve(curve: Curve, path: Path | IO[bytes], title: str = "") -> None:
         axes.set_title(curve.remark, loc="right", fontsize=9, color=_ORANGE)
     figure.suptitle(title or curve.title, x=0.02, ha="left", fontsize=13, fontweight="bold", color="#22262b")
     figure.legend(loc="lower center", ncols=2, frameon=False, fontsize=9, labelcolor="#444a52")
-    figure.savefig(path)
+    return figure
 
 
 def _top_share(curve: Curve) -> float:
