@@ -76,7 +76,7 @@ def fill_step(
             that no completion of them was scored.
         choice: The entries of ``batch.prompts``.
         least: The fewest rows that the policy can train on. If too few groups differ, flat ones stay.
-        algorithm: That of :func:`list_flat`.
+        algorithm: Its estimator says what it compares of the rewards, as in :func:`list_flat`.
 
     Returns:
         The rows to train on, with figures of what was dropped, and the groups that were dropped.

@@ -129,8 +129,8 @@ class Answers:
     def _check_prompts(self, prompts: Iterable[Prompt]) -> None:
         """Check that the answers follow the tokens of the prompts themselves. Raises ConfigError."""
         for prompt in prompts:
-            place = self._places.get(id(prompt.example))
-            if place is not None and split_answer(self._pairs[place])[0] != prompt.token_ids.tolist():
+            index = self._places.get(id(prompt.example))
+            if index is not None and split_answer(self._pairs[index])[0] != prompt.token_ids.tolist():
                 raise ConfigError(f"{prompt.example.place}: {self._refusal}")
 
     def batch_of(self, prompts: Sequence[Prompt], groups: Sequence[int]) -> Batch | None:

@@ -89,9 +89,9 @@ class TrainerData:
 
     Attributes:
         train: The data sets of ``train_dataset``.
-        evaluation: Those of ``eval_dataset``, by the names of the script; one without a name has the name "".
+        evaluation: The loads of ``eval_dataset``, by the names of the script; one without a name has the name "".
         others: The data sets that neither of the two gets.
-        unread: Those of the two arguments that lead to no such call, with their values.
+        unread: The arguments of these two that lead to no such call, with their values.
     """
 
     train: list[Load]

@@ -319,7 +319,7 @@ class ChatFormat:
             sampled: The ids of the answer.
             tools: The tools of the conversation.
             special: Whether all special tokens but those at the end of the answer are in it as text.
-            has_form: As in :class:`.Offer`.
+            has_form: Whether the request prescribes the form of an answer that is no call.
             partial: Whether more ids follow. A message in a channel whose kind they decide is then left out.
         """
         ids = list(sampled)
